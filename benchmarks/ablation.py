@@ -1,9 +1,11 @@
-"""What each technique contributes, on a simulated GPU scaled like the paper's machine: `python -m benchmarks.ablation`.
+"""What each technique contributes, on a simulated GPU scaled like the paper's machine:
+`python -m benchmarks.ablation`.
 
-The paper's machine has a GPU of 16 GB behind a link of 12.89 GiB/s. Its OPT-30B takes 60 GB, and the GPU's products run
-at 4.3 TFLOP/s in decoding (its authors' fitted constants). Here a part of host memory acts as the GPU. Proportions
-decide what overlap, attention on the CPU and the block contribute, and all are kept: the GPU's memory to the model's
-bytes, the link and the disk to the rate of decoding's products, and the cache to the weights (by the prompts' length).
+The paper's machine has a GPU of 16 GB behind a link of 12.89 GiB/s. Its OPT-30B takes 60 GB, and
+the GPU's products run at 4.3 TFLOP/s in decoding (its authors' fitted constants). Here a part of
+host memory acts as the GPU. Proportions decide what overlap, attention on the CPU and the block
+contribute, and all are kept: the GPU's memory to the model's bytes, the link and the disk to the
+    rate of decoding's products, and the cache to the weights (by the prompts' length).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.policy import Policy
 
-# The paper's GPU and model in bytes; rates of the link, of the disk (reads, writes), of decoding's products (FLOP/s).
+# The paper's GPU and model in bytes; rates of the link, of the disk (reads, writes), of decoding's
+# products (FLOP/s).
 GPU_BYTES, MODEL_BYTES = 16e9, 60e9
 LINK_BYTES_S, DISK_BYTES_S, DECODE_FLOPS = 12.89 * (1 << 30), (1.6e9, 1.3e9), 4.3e12
 # OPT-30B's hidden size, the lengths, and an element's bytes in its KV cache, of those in ours here.
@@ -108,15 +111,17 @@ def measure(workload: Workload, repeats: int, profile: HardwareProfile) -> dict[
         "ratios": {row["label"]: row["ratio"] for row in rows},
         "notes": [
             "rows are seconds per generated token",
-            "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed policy'); "
-            "it has no row for the same block row by row, and none of OPT-30B with the disk",
+            "paper: OPT-30B on a T4, 512 + 32 tokens (the small batch is its row 'DeepSpeed "
+            "policy'); it has no row for the same block row by row, and none of OPT-30B with the "
+            "disk",
             simulated(workload, scaled),
         ],
     }
 
 
 def scale(workload: Workload, config: ModelConfig, rate: float) -> Scaled:
-    """Scale the paper's machine and prompts to a model, and to the rate of decoding's products on this machine.
+    """Scale the paper's machine and prompts to a model, and to the rate of decoding's products on
+    this machine.
 
     Prompts have the length at which cache to weights of a layer is as in the paper, halfway through
     the output. A layer's weights grow with the square of the hidden size and its cache with the
@@ -155,8 +160,8 @@ def block_of(workload: Workload, scaled: Scaled, variant: Variant, scratch: str)
 def variants(workload: Workload) -> list[Variant]:
     """Return the paper's block with all techniques, then with each technique left out.
 
-    A tenth of the weights are on the GPU, cache and hidden states on the host. With the paper's fifth, our staging
-    ring has no room in 16 GB for a model of 60 GB.
+    A tenth of the weights are on the GPU, cache and hidden states on the host. With the paper's
+    fifth, our staging ring has no room in 16 GB for a model of 60 GB.
     """
     full = Policy.parse(f"{workload.batch_rows}x{workload.batches},10,90,0,100,0,100")
     small = Policy.parse(f"{max(1, workload.batch_rows // 6)}x1,0,100,100,0,100,0")
@@ -175,9 +180,9 @@ def simulated(workload: Workload, scaled: Scaled) -> str:
     """Say what the simulated machine is, for people."""
     read, write = scaled.disk_gb_s
     return (
-        f"simulated gpu of {scaled.gpu_bytes / 1e6:.0f} MB behind {scaled.link_gb_s:.3f} GB/s each way, and a disk of "
-        f"{read:.3f} and {write:.3f} GB/s; decoding's products {scaled.decode_flops / 1e9:.0f} Gflop/s; "
-        f"{scaled.prompt} + {workload.output} tokens"
+        f"simulated gpu of {scaled.gpu_bytes / 1e6:.0f} MB behind {scaled.link_gb_s:.3f} GB/s each "
+        f"way, and a disk of {read:.3f} and {write:.3f} GB/s; decoding's products "
+        f"{scaled.decode_flops / 1e9:.0f} Gflop/s; {scaled.prompt} + {workload.output} tokens"
     )
 
 

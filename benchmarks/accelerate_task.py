@@ -1,4 +1,6 @@
-"""`transformers` with Accelerate's disk offload on the same shapes: what a measurement's own process runs."""
+"""`transformers` with Accelerate's disk offload on the same shapes: what a measurement's own
+process runs.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 
 from flexgen_helm.benchmarks.engine_task import prompts, run_sizes
 
-# The best setting for Accelerate: freed weights go back to the system. With glibc's default, which keeps them, the
-# kernel ends the process at 2 GiB for any batch size.
+# The best setting for Accelerate: freed weights go back to the system. With glibc's default, which
+# keeps them, the kernel ends the process at 2 GiB for any batch size.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
 
 
@@ -31,7 +33,9 @@ def write_weights(*, model: str, folder: str) -> dict[str, Any]:
 
 
 def generate(*, model: str, folder: str, rows: int, prompt: int, output: int) -> dict[str, Any]:
-    """Generate greedily in float32 with all weights on disk, twice; the first run pays for touching its memory."""
+    """Generate greedily in float32 with all weights on disk, twice; the first run pays for touching
+    its memory.
+    """
     import torch
     from accelerate import disk_offload
 
@@ -52,17 +56,24 @@ def _seconds(built: Any, ids: Any, tokens: int) -> float:
     began = time.perf_counter()
     lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     with torch.no_grad():
-        answers = built.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths)
+        answers = built.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths
+        )
     synchronize()
     assert answers.shape[1] == ids.shape[1] + tokens
     return time.perf_counter() - began
 
 
-def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int, output: int) -> dict[str, Any]:
-    """Generate greedily in float16, all on the GPU, or with the layers that fit into `gpu_bytes` there.
+def generate_on_gpu(
+    *, model: str, gpu_bytes: int | None, rows: int, prompt: int, output: int
+) -> dict[str, Any]:
+    """Generate greedily in float16, all on the GPU, or with the layers that fit into `gpu_bytes`
+    there.
 
-    The largest batch that fits, up to `rows`, is found by halving. Half of `gpu_bytes` is left for caches and products.
-    The time of `output` tokens follows from those of 1 and of 3, because a token may take seconds behind a link.
+    The largest batch that fits, up to `rows`, is found by halving. Half of `gpu_bytes` is left for
+    caches and products.
+    The time of `output` tokens follows from those of 1 and of 3, because a token may take seconds
+    behind a link.
     """
     import torch
 
@@ -76,7 +87,9 @@ def generate_on_gpu(*, model: str, gpu_bytes: int | None, rows: int, prompt: int
         from accelerate import dispatch_model, infer_auto_device_map
 
         memory: dict[int | str, int | str] = {0: gpu_bytes // 2, "cpu": 1 << 40}
-        layers = infer_auto_device_map(built, max_memory=memory, no_split_module_classes=["OPTDecoderLayer"])
+        layers = infer_auto_device_map(
+            built, max_memory=memory, no_split_module_classes=["OPTDecoderLayer"]
+        )
         built = dispatch_model(built, layers)
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_bytes / total))
@@ -107,7 +120,9 @@ def _model(name: str, device: str) -> Any:
     from flexgen_helm.models.decoder_config import DecoderConfig
 
     model_config = open_checkpoint(name, weights="dummy").config
-    assert isinstance(model_config, DecoderConfig) and model_config.architecture == "opt", f"{name} is no OPT"
+    assert isinstance(model_config, DecoderConfig) and model_config.architecture == "opt", (
+        f"{name} is no OPT"
+    )
     config = OPTConfig(
         vocab_size=model_config.vocab_size,
         hidden_size=model_config.hidden_size,

@@ -1,10 +1,11 @@
-"""Whole HELM runs with our client, HELM's for Hugging Face, and llama.cpp's server: `python -m benchmarks.clients`.
+"""Whole HELM runs with our client, HELM's for Hugging Face, and llama.cpp's server:
+`python -m benchmarks.clients`.
 
-HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the better
-of one and four threads, and our very weights and tokenizer, already dequantized. Each measurement is a
-new process with nothing to reuse. Prompts are sent unchanged, or with `--chat` through the model's chat
-template by both clients. llama.cpp's server, where it is installed, answers the same prompts from the
-same GGUF file over HTTP, with the better of one and eight slots.
+HELM's client gets its best settings: float32 (its default, float16, is far slower on CPUs), the
+better of one and four threads, and our very weights and tokenizer, already dequantized. Each
+measurement is a new process with nothing to reuse. Prompts are sent unchanged, or with `--chat`
+through the model's chat template by both clients. llama.cpp's server, where it is installed,
+answers the same prompts from the same GGUF file over HTTP, with the better of one and eight slots.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 OURS, REFERENCE = f"flexgen/{WHEEL_MODEL}", "reference/huggingface"
 CHAT_REFERENCE = f"{REFERENCE}-chat"
-# Scores are equal if log-probability metrics differ by at most this, relatively, and all others not at all.
+# Scores are equal if log-probability metrics differ by at most this, relatively, and all others not
+# at all.
 TOLERANCE = 1e-4
 # Log-probability metrics, and their values if every token has probability 1.
 _CERTAIN_VALUES = {"logprob": 0.0, "bits_per_byte": 0.0, "perplexity": 1.0, "max_prob": 1.0}
@@ -103,10 +105,16 @@ def main(
     instances: int = 0,
     repeats: int = 3,
 ) -> None:
-    """Measure all sides in alternation. tasks, peers: names with commas between. instances: of all tasks."""
+    """Measure all sides in alternation. tasks, peers: names with commas between. instances: of all
+    tasks.
+    """
     known = {task.name: task for task in (CHAT_TASKS if chat else TASKS)}
-    chosen, notes = with_data([choose("task", name, known) for name in (tasks.split(",") if tasks else known)])
-    sides = {peer: choose("peer", peer, SIDES) for peer in (FLEXGEN, *filter(None, peers.split(",")))}
+    chosen, notes = with_data(
+        [choose("task", name, known) for name in (tasks.split(",") if tasks else known)]
+    )
+    sides = {
+        peer: choose("peer", peer, SIDES) for peer in (FLEXGEN, *filter(None, peers.split(",")))
+    }
     if LLAMA_CPP in sides and (reason := llama_cpp.missing()) is not None:
         del sides[LLAMA_CPP]
         notes.append(f"{LLAMA_CPP} is left out: {reason}")
@@ -136,7 +144,8 @@ def with_data(tasks: Sequence[Task]) -> tuple[list[Task], list[str]]:
     folder = data_dir() or Path("data")
     absent = [task for task in tasks if task.data is not None and not (folder / task.data).exists()]
     return [task for task in tasks if task not in absent], [
-        f"{task.name} is left out: FLEXGEN_HELM_DATA names no folder with {task.data}" for task in absent
+        f"{task.name} is left out: FLEXGEN_HELM_DATA names no folder with {task.data}"
+        for task in absent
     ]
 
 
@@ -175,7 +184,9 @@ def _part(
     sides: Mapping[str, Mapping[str, Any]],
     runs: Mapping[str, Sequence[HelmRun]],
 ) -> dict[str, Any]:
-    """Return a task's part of the result: rows, ratios, notes, and what was asked for and computed."""
+    """Return a task's part of the result: rows, ratios, notes, and what was asked for and
+    computed.
+    """
     rows = {side: _row(task, side, repeats) for side, repeats in runs.items() if repeats}
     best = {
         peer: min(measured, key=lambda side: float(rows[side]["median"]))
@@ -187,8 +198,8 @@ def _part(
     prompts = prompt_tokens(typical.records)
     ratios: dict[str, float] = {}
     notes = [
-        f"{task.name}, {ours}: {prompts['computed']:.0f} of {prompts['asked']:.0f} requested prompt "
-        f"tokens were computed; efficiency {prompts['efficiency']:.1%}"
+        f"{task.name}, {ours}: {prompts['computed']:.0f} of {prompts['asked']:.0f} requested "
+        f"prompt tokens were computed; efficiency {prompts['efficiency']:.1%}"
     ]
     differing: list[dict[str, Any]] = []
     for peer, side in best.items():
@@ -236,7 +247,8 @@ def with_model(entry: str, model: str) -> str:
 def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return HELM's configuration files (name -> content) for the reference copy in `folder`.
 
-    It is there twice: `REFERENCE` without a chat template, `CHAT_REFERENCE` with it. Windows are as long as ours.
+    It is there twice: `REFERENCE` without a chat template, `CHAT_REFERENCE` with it. Windows are as
+        long as ours.
     tokenizer: that of the copy, read by us.
     """
     source = {"pretrained_model_name_or_path": str(folder)}
@@ -270,7 +282,10 @@ def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict
     models = [{"name": name, **described} for name in (REFERENCE, CHAT_REFERENCE)]
     tokenizer_config: dict[str, Any] = {
         "name": REFERENCE,
-        "tokenizer_spec": {"class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer", "args": source},
+        "tokenizer_spec": {
+            "class_name": ("helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"),
+            "args": source,
+        },
         "end_of_text_token": tokenizer.eos_text,
         "prefix_token": tokenizer.bos_text or tokenizer.eos_text,
     }
@@ -282,12 +297,16 @@ def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict
 
 
 def _prepare(scratch: Path, checkpoint: Checkpoint) -> None:
-    """Write the reference copy to `reference`, and HELM's configuration files for it to `configs`."""
+    """Write the reference copy to `reference`, and HELM's configuration files for it to
+    `configs`.
+    """
     tokenizer = export_checked(checkpoint, scratch / "reference")
     content = helm_configs(scratch / "reference", checkpoint.config.max_positions, tokenizer)
     (scratch / "configs").mkdir()
     for name, entries in content.items():
-        (scratch / "configs" / name).write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
+        (scratch / "configs" / name).write_text(
+            yaml.safe_dump(entries, sort_keys=False), encoding="utf-8"
+        )
 
 
 def _prompt_ids(request: Mapping[str, Any], chat: ChatFormat) -> Sequence[int]:
@@ -314,14 +333,17 @@ def differences(ours: Mapping[str, float], reference: Mapping[str, float]) -> li
     """
     differing = []
     for name in sorted(ours.keys() | reference.keys()):
-        a, b, metric = ours.get(name), reference.get(name), name.rpartition(": ")[2]  # without the run's entry
+        # without the run's entry
+        a, b, metric = ours.get(name), reference.get(name), name.rpartition(": ")[2]
         if a is None or b is None or not _equal(metric, a, b):
             differing.append({"metric": name, "ours": a, "reference": b, "why": _why(metric, a, b)})
     return differing
 
 
 def _equal(name: str, a: float, b: float) -> bool:
-    of_logprobs = name.startswith(tuple(_CERTAIN_VALUES)) or name.partition(" ")[0].endswith("_perplexity")
+    of_logprobs = name.startswith(tuple(_CERTAIN_VALUES)) or name.partition(" ")[0].endswith(
+        "_perplexity"
+    )
     return a == b or (of_logprobs and math.isclose(a, b, rel_tol=TOLERANCE))
 
 
@@ -331,12 +353,22 @@ def _why(name: str, ours: float | None, reference: float | None) -> str | None:
         return "finish_reason: HELM's Hugging Face client reports none"
     if reference is None:
         is_calibration = name.startswith(("ece_", "platt_", "selective_"))
-        return "calibration: HELM leaves it out where all probabilities are 1" if is_calibration else None
+        return (
+            "calibration: HELM leaves it out where all probabilities are 1"
+            if is_calibration
+            else None
+        )
     metric = next((metric for metric in _CERTAIN_VALUES if name.startswith(metric)), None)
     if metric is not None and math.isclose(reference, _CERTAIN_VALUES[metric], abs_tol=1e-6):
-        return "log-probabilities: HELM's client takes them after dividing by a temperature of 1e-7, so all are 0"
+        return (
+            "log-probabilities: HELM's client takes them after dividing by a temperature of 1e-7, "
+            "so all are 0"
+        )
     if name.startswith("num_bytes") and ours is not None and reference > ours:
-        return "num_bytes: HELM's client decodes token by token, and counts 3 bytes for each part of a character"
+        return (
+            "num_bytes: HELM's client decodes token by token, and counts 3 bytes for each part of "
+            "a character"
+        )
     return None
 
 

@@ -1,4 +1,6 @@
-"""What all benchmarks share: scripts, results as a table and as JSON, and figures of repeated runs."""
+"""What all benchmarks share: scripts, results as a table and as JSON, and figures of repeated
+runs.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.report.throughput import versions
 from flexgen_helm.terminal import table_text
 
-# Runnable processes when a script begins; with more than this many, other programs compute meanwhile.
+# Runnable processes when a script begins; with more than this many, other programs compute
+# meanwhile.
 LOAD, BUSY_LOAD = psutil.getloadavg()[0], 0.5
 T = TypeVar("T")
 
 
 def script(main: Callable[..., None]) -> None:
-    """Run a benchmark as a command whose options are the parameters of `main`; an error is one sentence."""
+    """Run a benchmark as a command whose options are the parameters of `main`; an error is one
+    sentence.
+    """
     import typer
 
     try:
@@ -33,13 +38,16 @@ def script(main: Callable[..., None]) -> None:
 
 
 def report(result: Mapping[str, Any], out: Path | None) -> None:
-    """Print a result, with the day and whether the machine was busy, and write it to the file `out`.
+    """Print a result, with the day and whether the machine was busy, and write it to the file
+    `out`.
 
     What is no plain value, such as the seconds of all repetitions, is in the file alone.
     """
     notes = [*result["notes"]]
     if LOAD > BUSY_LOAD:
-        notes.append(f"other programs were computing when this began (load {LOAD:.1f}): figures are noise")
+        notes.append(
+            f"other programs were computing when this began (load {LOAD:.1f}): figures are noise"
+        )
     result = {"date": date.today().isoformat(), "versions": versions(), **result, "notes": notes}
     rows = result["rows"]
     plain = (str, int, float)
@@ -58,7 +66,9 @@ def _cell(value: Any) -> str:
 
 
 def choose(kind: str, name: str, known: Mapping[str, T]) -> T:
-    """Return what is known by a name. Raises `UsageError`, with the names of all, for an unknown one."""
+    """Return what is known by a name. Raises `UsageError`, with the names of all, for an unknown
+    one.
+    """
     if name not in known:
         raise UsageError(f"{kind} {name!r} is not known; take {', '.join(known)}")
     return known[name]

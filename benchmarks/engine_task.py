@@ -17,7 +17,10 @@ from flexgen_helm.request import MemoryLimits
 def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:
     """Return random prompts without a shared prefix, which prefix sharing would compute once."""
     draw = random.Random(0)
-    return [[row % vocab_size, *(draw.randrange(vocab_size) for _ in range(length - 1))] for row in range(rows)]
+    return [
+        [row % vocab_size, *(draw.randrange(vocab_size) for _ in range(length - 1))]
+        for row in range(rows)
+    ]
 
 
 def run_engine(**block: Any) -> dict[str, Any]:
@@ -25,7 +28,9 @@ def run_engine(**block: Any) -> dict[str, Any]:
     return run_blocks(**block)[0]
 
 
-def alternate(sides: Mapping[str, Mapping[str, Any]], repeats: int) -> dict[str, list[dict[str, Any]]]:
+def alternate(
+    sides: Mapping[str, Mapping[str, Any]], repeats: int
+) -> dict[str, list[dict[str, Any]]]:
     """Run blocks by turns, each in a process of its own, and return the records of each side.
 
     sides: label -> arguments of `run_engine`.
@@ -62,7 +67,9 @@ def run_blocks(
     warm_output: so many output tokens in the warm-up, behind prompts that are longer by the others.
     """
     records = []
-    with Engine.from_pretrained(model, limits=MemoryLimits(**limits), weights="dummy", **engine) as loaded:
+    with Engine.from_pretrained(
+        model, limits=MemoryLimits(**limits), weights="dummy", **engine
+    ) as loaded:
 
         def run(tokens: int) -> dict[str, Any]:
             ids = prompts(rows, prompt + output - tokens, loaded.config.vocab_size)

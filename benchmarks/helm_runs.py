@@ -1,4 +1,6 @@
-"""Run `helm-run` or `flexgen-helm run` in a process and folders of its own, and read its results."""
+"""Run `helm-run` or `flexgen-helm run` in a process and folders of its own, and read its
+results.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def helm_run(
     variables: Mapping[str, str] | None = None,
     program: Sequence[str] = HELM,
 ) -> HelmRun:
-    """Run `entries` with nothing to reuse: `folder`, HELM's cache and our response cache in it are new.
+    """Run `entries` with nothing to reuse: `folder`, HELM's cache and our response cache in it are
+    new.
 
     configs: folder with .yaml files for HELM's `--local-path`.
     threads: `-n`; None for HELM's default.
@@ -75,8 +78,17 @@ def helm_run(
     command += ["--suite=bench", f"--output-path={output}", f"--local-path={local}"]
     if threads is not None:
         command += ["-n", str(threads)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HOME": str(own_home), **(variables or {})}
-    log, name, started = folder / "log.txt", f"{' '.join(program)} of {', '.join(entries)}", time.time()
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "FLEXGEN_HELM_HOME": str(own_home),
+        **(variables or {}),
+    }
+    log, name, started = (
+        folder / "log.txt",
+        f"{' '.join(program)} of {', '.join(entries)}",
+        time.time(),
+    )
     seconds = run_logged(command, log, name, env=environment, cwd=folder)
     directories = [path.parent for path in (output / "runs" / "bench").glob("*/stats.json")]
     if len(directories) != len(entries):
@@ -85,7 +97,8 @@ def helm_run(
 
 
 def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0) -> HelmRun:
-    """Read HELM's run directories in the order of their entries. started: `time.time()` at the process's start.
+    """Read HELM's run directories in the order of their entries. started: `time.time()` at the
+    process's start.
 
     Of several directories, the names of statistics begin with the entry, without its model.
     """
@@ -94,7 +107,12 @@ def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0)
     records, ready = [], []
     for directory in sorted(directories, key=_entry_of):
         prefix = f"{_entry_of(directory)}: " if len(directories) > 1 else ""
-        stats.update({prefix + name: value for name, value in scores(_read(directory / "stats.json")).items()})
+        stats.update(
+            {
+                prefix + name: value
+                for name, value in scores(_read(directory / "stats.json")).items()
+            }
+        )
         own_states = _read(directory / "scenario_state.json")["request_states"]
         states += own_states
         file = directory / "flexgen_run.json"
@@ -102,24 +120,31 @@ def read_runs(directories: Sequence[Path], seconds: float, started: float = 0.0)
             record = _read(file)
             records.append(record)
             wall = record.get("wall_s", {})
-            ready.append(file.stat().st_mtime - wall.get("metrics", 0.0) - wall.get("generate", 0.0))
+            ready.append(
+                file.stat().st_mtime - wall.get("metrics", 0.0) - wall.get("generate", 0.0)
+            )
         else:
             ready += [
-                # HELM's client loads the model in its first request and records the start in whole seconds, rounded
-                # down. One second more never overstates the time that it computes.
-                state["result"]["request_datetime"] + 1.0 + (state["result"].get("request_time") or 0.0)
+                # HELM's client loads the model in its first request and records the start in whole
+                # seconds, rounded down. One second more never overstates the time that it computes.
+                state["result"]["request_datetime"]
+                + 1.0
+                + (state["result"].get("request_time") or 0.0)
                 for state in own_states
                 if state["result"].get("request_datetime")
             ]
     suite = directories[0].parent / SUITE_FILE
-    if suite.is_file():  # all answers are computed before the first run, and the runs only fetch them
+    # all answers are computed before the first run, and the runs only fetch them
+    if suite.is_file():
         wall = _read(suite)["wall_s"]
         ready = [suite.stat().st_mtime - wall["finish"] - wall["generate"]]
     return HelmRun(
         seconds=seconds,
         request_s=sum(state["result"].get("request_time") or 0.0 for state in states),
         stats=stats,
-        texts=[completion["text"] for state in states for completion in state["result"]["completions"]],
+        texts=[
+            completion["text"] for state in states for completion in state["result"]["completions"]
+        ],
         records=records,
         requests=[state["request"] for state in states if "request" in state],
         ready_s=min(ready) - started if ready else 0.0,
@@ -138,7 +163,11 @@ def scores(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if stat.get("mean") is None or any(part in name["name"] for part in _NO_SCORES):
             continue
         perturbation = (name.get("perturbation") or {}).get("name", "")
-        key = " ".join(part for part in (name["name"], name.get("split"), name.get("sub_split"), perturbation) if part)
+        key = " ".join(
+            part
+            for part in (name["name"], name.get("split"), name.get("sub_split"), perturbation)
+            if part
+        )
         means[key] = float(stat["mean"])
     return means
 
@@ -154,7 +183,9 @@ def _share_weights(own_home: Path) -> None:
 
 
 def _share_data(scenarios: Path) -> None:
-    """Link MMLU's data into the output folder, where HELM looks for it; our own scenarios know the data folder."""
+    """Link MMLU's data into the output folder, where HELM looks for it; our own scenarios know the
+    data folder.
+    """
     folder = data_dir()
     if folder is not None and (folder / "mmlu").is_dir():
         (scenarios / "mmlu").mkdir(parents=True)

@@ -1,7 +1,8 @@
-"""llama.cpp's server as a peer of `benchmarks.clients`: the same GGUF file and prompts, as token ids over HTTP.
+"""llama.cpp's server as a peer of `benchmarks.clients`: the same GGUF file and prompts, as token
+ids over HTTP.
 
-It is `llama-server` in PATH, one of llama.cpp's programs. It keeps each slot's last prompt, so that a prompt that
-begins in the same way is computed from where it differs.
+It is `llama-server` in PATH, one of llama.cpp's programs. It keeps each slot's last prompt, so that
+a prompt that begins in the same way is computed from where it differs.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ _START_S, _ANSWER_S = 120.0, 3600.0
 
 def missing() -> str | None:
     """Say why the server cannot be measured here; None if it can."""
-    return None if which(PROGRAM) else f"{PROGRAM} is not in PATH; install llama.cpp, which brings it"
+    return (
+        None if which(PROGRAM) else f"{PROGRAM} is not in PATH; install llama.cpp, which brings it"
+    )
 
 
 def unsupported(requests: Sequence[Mapping[str, Any]]) -> str | None:
-    """Say which of HELM's requests it cannot answer, or not so that answers can be compared; None if none."""
+    """Say which of HELM's requests it cannot answer, or not so that answers can be compared; None
+    if none.
+    """
     if any(request["echo_prompt"] or not request["max_tokens"] for request in requests):
         return "llama.cpp's server gives no log-probabilities of a prompt"
     if any(request["temperature"] or request["num_completions"] != 1 for request in requests):
@@ -43,7 +48,11 @@ def unsupported(requests: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def serve(
-    file: Path, prompts: Sequence[Sequence[int]], requests: Sequence[Mapping[str, Any]], slots: int, log: Path
+    file: Path,
+    prompts: Sequence[Sequence[int]],
+    requests: Sequence[Mapping[str, Any]],
+    slots: int,
+    log: Path,
 ) -> HelmRun:
     """Start a server, send it HELM's `requests`, and end it; prompts: token ids of each.
 
@@ -56,12 +65,17 @@ def serve(
         port = free.getsockname()[1]
     started = [PROGRAM, "-m", str(file), "--host", "127.0.0.1", "--port", str(port), *flags]
     url, began = f"http://127.0.0.1:{port}", time.perf_counter()
-    with log.open("wb") as output, subprocess.Popen(started, stdout=output, stderr=output) as server:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(started, stdout=output, stderr=output) as server,
+    ):
         try:
             _wait_until_ready(server, url)
             ready_s = time.perf_counter() - began
             with ThreadPoolExecutor(2 * slots) as pool:  # a slot never waits for this program
-                texts = list(pool.map(lambda ids, request: _complete(url, ids, request), prompts, requests))
+                texts = list(
+                    pool.map(lambda ids, request: _complete(url, ids, request), prompts, requests)
+                )
             return HelmRun(time.perf_counter() - began, texts, ready_s=ready_s)
         except (OSError, KeyError, ValueError) as error:
             raise FlexgenError(f"{PROGRAM} failed ({error}):\n{log_tail(log)}") from error
@@ -88,6 +102,8 @@ def _complete(url: str, ids: Sequence[int], request: Mapping[str, Any]) -> str:
         "temperature": 0,
         "cache_prompt": True,
     }
-    sent = Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    sent = Request(
+        f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urlopen(sent, timeout=_ANSWER_S) as answer:
         return str(json.loads(answer.read())["content"])

@@ -1,12 +1,14 @@
-"""Weights that stream from disk against weights in memory, and against Accelerate: `python -m benchmarks.offload`.
+"""Weights that stream from disk against weights in memory, and against Accelerate:
+`python -m benchmarks.offload`.
 
-The shapes of OPT-350M with random weights, and a block of more sequences than the disk needs to be as
-fast as the products. With offloading, all weights are on the disk, and host memory is limited to a
-quarter of their bytes, for the staging ring, beside the block's cache and hidden states. The roofline
-of the offloaded block is the longer of its operations at this machine's product rate and of its reads
-at the disk's rate.
+The shapes of OPT-350M with random weights, and a block of more sequences than the disk needs to be
+as fast as the products. With offloading, all weights are on the disk, and host memory is limited to
+a quarter of their bytes, for the staging ring, beside the block's cache and hidden states. The
+roofline of the offloaded block is the longer of its operations at this machine's product rate and
+of its reads at the disk's rate.
 
-Then follow Accelerate's disk offload (`benchmarks.peers`) and 4 bits against FP16 (`benchmarks.packed`).
+Then follow Accelerate's disk offload (`benchmarks.peers`) and 4 bits against FP16
+(`benchmarks.packed`).
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def main(out: OutFile = None, repeats: int = Workload.repeats) -> None:
 
 
 def measure(workload: Workload, disk_bytes_s: float, scratch: Path) -> dict[str, Any]:
-    """Return the result: rows are seconds of the whole block, of its prefill and of its decoding."""
+    """Return the result: rows are seconds of the whole block, of its prefill and of its
+    decoding.
+    """
     config, _ = read_model_config(workload.model)
     weights = 2 * config.num_parameters
     sizes = {"rows": workload.rows, "prompt": workload.prompt, "output": workload.output}
@@ -105,7 +109,8 @@ def measure(workload: Workload, disk_bytes_s: float, scratch: Path) -> dict[str,
         "ratios": ratios,
         "notes": [
             f"host memory is limited to {limit / 1e9:.2f} GB; roofline of the offloaded block: "
-            f"{operations_s:.1f} s of operations, {reads_s:.1f} s of reads at {disk_bytes_s / 1e9:.1f} GB/s"
+            f"{operations_s:.1f} s of operations, {reads_s:.1f} s of reads at "
+            f"{disk_bytes_s / 1e9:.1f} GB/s"
         ],
     }
 

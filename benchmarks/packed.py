@@ -1,9 +1,11 @@
 """The part of `benchmarks.offload` that compares 4 bits with FP16 under the same memory limits:
 
-- behind a link of 0.25 GB/s (a simulated GPU) and from the disk, with few sequences, so bytes decide;
+- behind a link of 0.25 GB/s (a simulated GPU) and from the disk, with few sequences, so bytes
+  decide;
 - one pass over 1,024 tokens from the disk, where compute decides and dequantization can only cost.
 
-The compute device has room for a quarter of the FP16 weights, and the engine places what it can there.
+The compute device has room for a quarter of the FP16 weights, and the engine places what it can
+there.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ CASES = (
 )
 
 
-def measure(workload: Workload, scratch: Path, result: dict[str, Any], cases: Sequence[Case] = CASES) -> None:
+def measure(
+    workload: Workload, scratch: Path, result: dict[str, Any], cases: Sequence[Case] = CASES
+) -> None:
     """Measure both sides of each case in alternation, and add rows and ratios to the result."""
     config, _ = read_model_config(workload.model)
     weights = 2 * config.num_parameters

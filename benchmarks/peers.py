@@ -1,4 +1,5 @@
-"""The part of `benchmarks.offload` that compares with Accelerate's disk offload, each in a memory control group.
+"""The part of `benchmarks.offload` that compares with Accelerate's disk offload, each in a memory
+control group.
 
 Only there the page cache counts as the memory that it is.
 """
@@ -29,7 +30,9 @@ OURS, THEIRS = "ours", "accelerate"
 
 
 def measure(workload: Workload, scratch: Path, result: dict[str, Any]) -> None:
-    """Measure both sides by turns, and add rows, ratios, and notes of what was left out to the result."""
+    """Measure both sides by turns, and add rows, ratios, and notes of what was left out to the
+    result.
+    """
     folder = scratch / "accelerate"
     try:
         with memory_group(workload.group_bytes):
@@ -53,16 +56,22 @@ def measure(workload: Workload, scratch: Path, result: dict[str, Any]) -> None:
     result["rows"] += found.values()
     speeds = {key: row["tokens_per_s"] for key, row in found.items()}
     first = workload.peer_rows[0]
-    best = [max((v for (s, _), v in speeds.items() if s == side), default=0) for side in (OURS, THEIRS)]
+    best = [
+        max((v for (s, _), v in speeds.items() if s == side), default=0) for side in (OURS, THEIRS)
+    ]
     pairs = {
         f"accelerate_at_batch_{first}": [speeds.get((side, first)) for side in (OURS, THEIRS)],
         "accelerate_at_best_batch": best,
     }
-    result["ratios"] |= {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours and theirs}
+    result["ratios"] |= {
+        name: ours / theirs for name, (ours, theirs) in pairs.items() if ours and theirs
+    }
 
 
 def _run(workload: Workload, scratch: Path, side: str, rows: int) -> dict[str, Any]:
-    """Run one block in a group, with an empty page cache. Raises `ProcessKilled` for lack of memory."""
+    """Run one block in a group, with an empty page cache. Raises `ProcessKilled` for lack of
+    memory.
+    """
     sizes = {"rows": rows, "prompt": workload.prompt, "output": workload.output}
     block: dict[str, Any] = {"model": workload.model, **sizes}
     forget_files(scratch)
@@ -75,7 +84,12 @@ def _run(workload: Workload, scratch: Path, side: str, rows: int) -> dict[str, A
     block["limits"] = {"cpu": weights + block_bytes(config, **sizes)}
     policy = f"{rows}x1,0,0,0,100,0,100"
     folder = str(scratch / "ours")
-    block["engine"] = {"device": "cpu", "policy": policy, "schedule": "zigzag", "offload_dir": folder}
+    block["engine"] = {
+        "device": "cpu",
+        "policy": policy,
+        "schedule": "zigzag",
+        "offload_dir": folder,
+    }
     return in_own_process(run_engine, block, workload.group_bytes)
 
 

@@ -1,10 +1,12 @@
-"""Predicted against measured time, and the searched policy against a grid of others: `python -m benchmarks.policy`.
+"""Predicted against measured time, and the searched policy against a grid of others:
+`python -m benchmarks.policy`.
 
-Ten policies over schedules, placements and devices (the simulated gpu included) are predicted and run. Before that,
-the profile of each device is corrected by runs of one other policy, as an engine's profile is by its own runs: the
-transfers of a simulated gpu take the host's cores, which no single measurement shows. Then the searched policy runs in
-alternation with a grid of more than twenty under the same limits. The first run of each engine is not counted, because
-it also allocates memory.
+Ten policies over schedules, placements and devices (the simulated gpu included) are predicted and
+run. Before that, the profile of each device is corrected by runs of one other policy, as an
+engine's profile is by its own runs: the transfers of a simulated gpu take the host's cores, which
+no single measurement shows. Then the searched policy runs in alternation with a grid of more than
+twenty under the same limits. The first run of each engine is not counted, because it also allocates
+memory.
 """
 
 from __future__ import annotations
@@ -111,12 +113,16 @@ def main(out: OutFile = None, repeats: int = 5) -> None:
 
 
 def measure(workload: Workload, repeats: int, profile: HardwareProfile) -> dict[str, Any]:
-    """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the project promises."""
+    """Return rows in seconds; `of_prediction` is measured over predicted, `ratios` are what the
+    project promises.
+    """
     profiles = {case.device: corrected_profile(workload, profile, case) for case in CORRECTION}
     problems = {device: problem_of(workload, profiles[device], device) for device in profiles}
     solution = search(problems["sim"])
     chosen = Case("sim", solution.policy, solution.schedule)
-    predicted = {case: predict(problems[case.device], case.policy, case.schedule) for case in SPREAD}
+    predicted = {
+        case: predict(problems[case.device], case.policy, case.schedule) for case in SPREAD
+    }
     grid = [c for c in GRID if predict(problems["sim"], c.policy, c.schedule).feasible]
     measured: dict[str, list[float]] = {}
     for case in [case for case, prediction in predicted.items() if prediction.feasible]:
@@ -156,7 +162,9 @@ def measure(workload: Workload, repeats: int, profile: HardwareProfile) -> dict[
 
 
 def corrected_profile(workload: Workload, profile: HardwareProfile, case: Case) -> HardwareProfile:
-    """Correct the profile five times by the same run; each correction closes half of the difference."""
+    """Correct the profile five times by the same run; each correction closes half of the
+    difference.
+    """
     (record,) = run_case(workload, case, 1)
     machine = problem_of(workload, replace(profile, gpu=None, link=None), case.device).hardware
     for _ in range(5):

@@ -31,7 +31,9 @@ class GroupUnavailable(FlexgenError):
     """This machine or user cannot create a memory control group; the message says why."""
 
 
-def run_killable(command: Sequence[str], log: Path, limit_s: float | None = None, **options: Any) -> int:
+def run_killable(
+    command: Sequence[str], log: Path, limit_s: float | None = None, **options: Any
+) -> int:
     """Run a command with its output in the file `log`, and return its exit code.
 
     It is 124 if the command was killed, with all its children, after `limit_s` seconds.

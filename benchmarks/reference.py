@@ -1,4 +1,6 @@
-"""Export a model as a `transformers` folder, so that baselines compute with the same weights and tokenizer."""
+"""Export a model as a `transformers` folder, so that baselines compute with the same weights and
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +20,49 @@ from flexgen_helm.quant.blocks import decode
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Spaces, digits and scripts on which two copies of a tokenizer would differ.
-SAMPLE_TEXTS = ["Rules: If Bob is big, then Bob is 1234 kind.\nFact:\tIt's  cold.", "naïve café, 東京 🙂", "", " "]
+SAMPLE_TEXTS = [
+    "Rules: If Bob is big, then Bob is 1234 kind.\nFact:\tIt's  cold.",
+    "naïve café, 東京 🙂",
+    "",
+    " ",
+]
 
 
 def export_checked(checkpoint: Checkpoint, folder: Path) -> Tokenizer:
-    """Export as `export` does, check that the copy's tokenizer encodes as ours does, and return ours."""
+    """Export as `export` does, check that the copy's tokenizer encodes as ours does, and return
+    ours.
+    """
     tokenizer = export(checkpoint, folder)
     if not same_tokens(folder, tokenizer, SAMPLE_TEXTS):
-        raise FlexgenError("the reference copy's tokenizer differs from ours, so the sides would not do the same work")
+        raise FlexgenError(
+            "the reference copy's tokenizer differs from ours, so the sides would not do the same "
+            "work"
+        )
     return tokenizer
 
 
 def export(checkpoint: Checkpoint, folder: Path) -> Tokenizer:
-    """Write weights (with the values that we use, saved as float32), configuration and tokenizer to `folder`.
+    """Write weights (with the values that we use, saved as float32), configuration and tokenizer to
+    `folder`.
 
-    Holds the model once in float32. Returns our tokenizer. Raises `UsageError` for another architecture than Llama, or
-    without a tokenizer.
+    Holds the model once in float32. Returns our tokenizer. Raises `UsageError` for another
+    architecture than Llama, or without a tokenizer.
     """
     from transformers import AutoConfig
 
     architecture = checkpoint.config.architecture
     if architecture != "llama":
-        raise UsageError(f"a reference copy of the architecture {architecture!r} is not available; take a Llama")
+        raise UsageError(
+            f"a reference copy of the architecture {architecture!r} is not available; take a Llama"
+        )
     source = checkpoint.tokenizer_path
     if source is None:
         raise UsageError("a reference copy needs the model's tokenizer")
     folder.mkdir(parents=True, exist_ok=True)
     names = ARCHITECTURES["llama"].tensors
-    tensors = {find_source(names, name).name: _values(checkpoint, name) for name in checkpoint.shapes}
+    tensors = {
+        find_source(names, name).name: _values(checkpoint, name) for name in checkpoint.shapes
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = tokenizer_of(checkpoint)
     _export_tokenizer(tokenizer, source, folder)
@@ -62,7 +79,10 @@ def _values(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     if (fmt := checkpoint.formats.get(name)) is None:
         return checkpoint.tensor(name).to(torch.float32)
     rows = checkpoint.shapes[name][0]
-    values, order = decode(torch.cat([*checkpoint.packed_tiles(name)]).view(rows, -1), fmt), checkpoint.order(name)
+    values, order = (
+        decode(torch.cat([*checkpoint.packed_tiles(name)]).view(rows, -1), fmt),
+        checkpoint.order(name),
+    )
     return values if order is None else values[order]
 
 
@@ -82,7 +102,9 @@ def same_tokens(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> bool:
 
 
 def _export_tokenizer(tokenizer: Tokenizer, source: Path, folder: Path) -> None:
-    """Write `tokenizer.json` unchanged; the generic class keeps `transformers` from rebuilding parts of it."""
+    """Write `tokenizer.json` unchanged; the generic class keeps `transformers` from rebuilding
+    parts of it.
+    """
     if source.is_dir():
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
@@ -90,6 +112,10 @@ def _export_tokenizer(tokenizer: Tokenizer, source: Path, folder: Path) -> None:
         return
     tokenizer.save(folder / "tokenizer.json")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    texts = {"bos_token": tokenizer.bos_text, "eos_token": tokenizer.eos_text, "chat_template": tokenizer.chat_template}
+    texts = {
+        "bos_token": tokenizer.bos_text,
+        "eos_token": tokenizer.eos_text,
+        "chat_template": tokenizer.chat_template,
+    }
     settings |= {name: text for name, text in texts.items() if text is not None}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -35,8 +35,12 @@ def page() -> str:
     shared = {panel: _shared(root, panel) for panel in SHARED_PANELS}
     sections = [_section(name, command, shared) for name, command in root.commands.items()]
     for panel, options in shared.items():
-        commands = [f"`{name}`" for name, command in root.commands.items() if _of_panel(command, panel)]
-        head = SHARED_HEAD.format(title=_title(panel), commands=f"{', '.join(commands[:-1])} and {commands[-1]}")
+        commands = [
+            f"`{name}`" for name, command in root.commands.items() if _of_panel(command, panel)
+        ]
+        head = SHARED_HEAD.format(
+            title=_title(panel), commands=f"{', '.join(commands[:-1])} and {commands[-1]}"
+        )
         sections.append(f"{head}\n{_options(options.values())}")
     return "\n".join([HEAD, *sections])
 
@@ -51,11 +55,19 @@ def _of_panel(command: Any, panel: str) -> dict[str, Any]:
 
 def _shared(root: Any, panel: str) -> dict[str, Any]:
     """All options of the panel, of whichever command."""
-    return {name: param for command in root.commands.values() for name, param in _of_panel(command, panel).items()}
+    return {
+        name: param
+        for command in root.commands.values()
+        for name, param in _of_panel(command, panel).items()
+    }
 
 
 def _section(name: str, command: Any, shared: dict[str, dict[str, Any]]) -> str:
-    params = [param for param in command.params if param.rich_help_panel not in shared and param.name != "help"]
+    params = [
+        param
+        for param in command.params
+        if param.rich_help_panel not in shared and param.name != "help"
+    ]
     arguments = [param for param in params if _is_argument(param)]
     words = [f"flexgen-helm {name}", *(_word(param) for param in arguments), "[OPTIONS]"]
     if command.context_settings.get("allow_extra_args"):
@@ -64,20 +76,29 @@ def _section(name: str, command: Any, shared: dict[str, dict[str, Any]]) -> str:
     for panel in dict.fromkeys(param.rich_help_panel for param in params):
         parts += [f"Options of {panel}:\n"] if panel else []
         parts.append(_options(param for param in params if param.rich_help_panel == panel))
-    links = [_link(command, panel, options) for panel, options in shared.items() if _of_panel(command, panel)]
-    return "\n".join([*parts, f"It also accepts the {' and the '.join(links)}.\n"] if links else parts)
+    links = [
+        _link(command, panel, options)
+        for panel, options in shared.items()
+        if _of_panel(command, panel)
+    ]
+    return "\n".join(
+        [*parts, f"It also accepts the {' and the '.join(links)}.\n"] if links else parts
+    )
 
 
 def _link(command: Any, panel: str, options: dict[str, Any]) -> str:
     title = _title(panel)
-    absent = [f"`{options[name].opts[0]}`" for name in options if name not in _of_panel(command, panel)]
+    absent = [
+        f"`{options[name].opts[0]}`" for name in options if name not in _of_panel(command, panel)
+    ]
     without = f" (without {', '.join(absent)})" if absent else ""
     return f"[{title.lower()} options](#{title.lower()}-options){without}"
 
 
 def _help_text(text: str) -> str:
     """Paragraphs of a docstring; an example and indented lines become code blocks."""
-    paragraphs = inspect.cleandoc(text).replace("\n\n  ", "\n  ").split("\n\n")  # an example's lines stay together
+    # an example's lines stay together
+    paragraphs = inspect.cleandoc(text).replace("\n\n  ", "\n  ").split("\n\n")
     return "\n\n".join(map(_paragraph, paragraphs))
 
 
@@ -97,7 +118,9 @@ def _options(params: Iterable[Any]) -> str:
 
 def _option(param: Any) -> str:
     names = _word(param) if _is_argument(param) else ", ".join(param.opts)
-    value = "" if _is_argument(param) or param.is_flag else f" {param.metavar or param.name.upper()}"
+    value = (
+        "" if _is_argument(param) or param.is_flag else f" {param.metavar or param.name.upper()}"
+    )
     notes = ["required"] if param.required else []
     if param.default is not None and not isinstance(param.default, bool):
         notes.append(f"default: `{param.default}`")

@@ -55,16 +55,22 @@ def classes() -> Iterator[type[FlexgenError]]:
 def entry(error: type[FlexgenError]) -> tuple[str, str]:
     """Cause and next step. Raises `ValueError` for a docstring that has not both."""
     cause, separator, following = (inspect.getdoc(error) or "").partition("\n\nNext: ")
-    if not separator or "\n" in cause:
-        raise ValueError(f"the docstring of {error.__name__} must be a line of cause, then 'Next: ' and what helps")
-    return cause, " ".join(following.split())
+    if not separator or "\n\n" in cause:
+        raise ValueError(
+            f"the docstring of {error.__name__} must be a paragraph of cause, then 'Next: ' and what "
+            "helps"
+        )
+    return " ".join(cause.split()), " ".join(following.split())
 
 
 def _row(error: type[FlexgenError]) -> str:
     module = "" if error.__module__ == FlexgenError.__module__ else f"{error.__module__}."
     cause, following = entry(error)
     depth = len(error.__mro__) - len(FlexgenError.__mro__)
-    return f"| {'› ' * depth}`{module}{error.__name__}` | {error.exit_code} | {cause} | {following} |\n"
+    return (
+        f"| {'› ' * depth}`{module}{error.__name__}` | {error.exit_code} | {cause} | {following} "
+        "|\n"
+    )
 
 
 def _import_errors() -> None:
@@ -72,7 +78,9 @@ def _import_errors() -> None:
     root = Path(flexgen_helm.__file__).parent
     for file in sorted(root.rglob("*.py")):
         if _DEFINES_ERROR.search(file.read_text(encoding="utf-8")):
-            importlib.import_module(".".join(("flexgen_helm", *file.relative_to(root).with_suffix("").parts)))
+            importlib.import_module(
+                ".".join(("flexgen_helm", *file.relative_to(root).with_suffix("").parts))
+            )
 
 
 if __name__ == "__main__":

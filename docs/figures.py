@@ -52,13 +52,18 @@ def note() -> str:
     """Return where and when the figures were measured."""
     parts = [
         f"{what}: {processor_of(result)}, {day_of(result)}"
-        for what, result in (("HELM", stored_result("clients")), ("offloading", stored_result("offload")))
+        for what, result in (
+            ("HELM", stored_result("clients")),
+            ("offloading", stored_result("offload")),
+        )
     ]
     return f"Two cores, no GPU, medians. {'; '.join(parts)}."
 
 
 def helm_panel() -> Panel:
-    """Seconds of a whole process: the better of our two commands, and of HELM's client with 1 and 4 threads."""
+    """Seconds of a whole process: the better of our two commands, and of HELM's client with 1 and 4
+    threads.
+    """
     result = stored_rows("clients")
     tasks = {
         "mmlu": "MMLU, 200 requests",
@@ -70,11 +75,20 @@ def helm_panel() -> Panel:
         Group(
             label,
             other=min(result[f"{task}: huggingface -n {threads}"]["median"] for threads in (1, 4)),
-            ours=min(result[f"{task}: {ours}"]["median"] for ours in ("flexgen-helm run", "helm-run with flexgen")),
+            ours=min(
+                result[f"{task}: {ours}"]["median"]
+                for ours in ("flexgen-helm run", "helm-run with flexgen")
+            ),
         )
         for task, label in tasks.items()
     ]
-    return Panel("HELM runs of SmolLM2-135M in memory", "HELM's Hugging Face client", "seconds", "lower", groups)
+    return Panel(
+        "HELM runs of SmolLM2-135M in memory",
+        "HELM's Hugging Face client",
+        "seconds",
+        "lower",
+        groups,
+    )
 
 
 def offload_panel() -> Panel:
@@ -106,13 +120,24 @@ def draw(panel: Panel, top: int) -> tuple[list[str], int]:
     y = top + 48
     for group in panel.groups:
         factor = group.other / group.ours if panel.better == "lower" else group.ours / group.other
-        values = {"other": f"{group.other:.0f}", "ours": f"{group.ours:.0f}, {factor:.1f} times faster"}
-        lines.append(f'<text x="{LABELS - 10}" y="{y + BAR + 5}" text-anchor="end">{group.label}</text>')
+        values = {
+            "other": f"{group.other:.0f}",
+            "ours": f"{group.ours:.0f}, {factor:.1f} times faster",
+        }
+        lines.append(
+            f'<text x="{LABELS - 10}" y="{y + BAR + 5}" text-anchor="end">{group.label}</text>'
+        )
         for kind, value in (("other", group.other), ("ours", group.ours)):
             width = max(2.0, value * scale)
             lines += [
-                f'<rect class="{kind}" x="{LABELS}" y="{y}" width="{width:.1f}" height="{BAR - 2}" rx="2"/>',
-                f'<text class="note" x="{LABELS + width + 6:.1f}" y="{y + 11}">{values[kind]}</text>',
+                (
+                    f'<rect class="{kind}" x="{LABELS}" y="{y}" width="{width:.1f}" '
+                    f'height="{BAR - 2}" rx="2"/>'
+                ),
+                (
+                    f'<text class="note" x="{LABELS + width + 6:.1f}" '
+                    f'y="{y + 11}">{values[kind]}</text>'
+                ),
             ]
             y += BAR
         y += GROUP_GAP
@@ -128,7 +153,9 @@ def chart() -> str:
         lines += drawn
     lines.append(f'<text class="note" x="16" y="{y + 4}">{note()}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 16}" role="img"'
-    body = "\n".join(["<title>Measured times and throughputs</title>", f"<style>{STYLE}</style>", *lines])
+    body = "\n".join(
+        ["<title>Measured times and throughputs</title>", f"<style>{STYLE}</style>", *lines]
+    )
     return f"{head}>\n{body}\n</svg>\n"
 
 

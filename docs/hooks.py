@@ -1,4 +1,5 @@
-"""MkDocs hooks: put the repository's own pages (CONTRIBUTING, CHANGELOG, SECURITY) on the site and mend their links.
+"""MkDocs hooks: put the repository's own pages (CONTRIBUTING, CHANGELOG, SECURITY) on the site and
+mend their links.
 
 Links are written as they work in the repository, so that pages can also be read there.
 """

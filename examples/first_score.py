@@ -2,7 +2,8 @@
 
     python examples/first_score.py [MODEL]
 
-MODEL is any name or folder that the engine can load; the default is a 135M model, a download of 93 MB.
+MODEL is any name or folder that the engine can load; the default is a 135M model, a download of 93
+MB.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def main(model: str = "smollm2-135m-instruct-q4_1") -> None:
     # HELM writes a folder per run; stats.json has every metric, flexgen_run.json the throughput.
     folder = Path("benchmark_output/runs", SUITE, f"simple_mcqa_scored:model=flexgen_{model}")
     stats = json.loads((folder / "stats.json").read_text())
-    (accuracy,) = (stat["mean"] for stat in stats if stat["name"] == {"name": "exact_match", "split": "test"})
+    (accuracy,) = (
+        stat["mean"] for stat in stats if stat["name"] == {"name": "exact_match", "split": "test"}
+    )
     record = json.loads((folder / "flexgen_run.json").read_text())
     print(f"accuracy {accuracy:.3f} at {record['actual_throughput']:.0f} tokens/s")
 

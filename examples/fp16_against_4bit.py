@@ -2,8 +2,8 @@
 
     python examples/fp16_against_4bit.py [MODEL] [TEXT FILE]
 
-For whole HELM suites, with confidence intervals and tests: `flexgen-helm run --precision fp16,4bit …` and then
-`flexgen-helm compare`.
+For whole HELM suites, with confidence intervals and tests:
+`flexgen-helm run --precision fp16,4bit …` and then `flexgen-helm compare`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ def main(model: str = "smollm2-135m-instruct-q4_1", text_file: str | None = None
     for precision in ("fp16", "4bit"):
         with Engine.from_pretrained(model, precision=precision, limits=LIMITS) as engine:
             # max_tokens=0 with echo_logprobs scores the prompt and generates nothing.
-            (result,) = engine.run([GenerationRequest(prompt=text, max_tokens=0, echo_logprobs=True)])
+            (result,) = engine.run(
+                [GenerationRequest(prompt=text, max_tokens=0, echo_logprobs=True)]
+            )
             record = engine.last_run
         if result.error is not None:
             raise result.error
-        scores = [score for score in result.prompt_logprobs or () if score is not None]  # the first token has none
+        # the first token has none
+        scores = [score for score in result.prompt_logprobs or () if score is not None]
         perplexity = math.exp(-sum(scores) / len(scores))
-        print(f"{precision:5} perplexity {perplexity:9.3f}   peak memory {record['peak_bytes']['cpu'] / 1e6:7.1f} MB")
+        print(
+            f"{precision:5} perplexity {perplexity:9.3f}   peak memory "
+            f"{record['peak_bytes']['cpu'] / 1e6:7.1f} MB"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python examples/own_checkpoint.py /path/to/checkpoint
 
-The checkpoint is a folder with config.json, safetensors files, and a tokenizer (what `save_pretrained` writes), or a
-.gguf file.
+The checkpoint is a folder with config.json, safetensors files, and a tokenizer (what
+`save_pretrained` writes), or a .gguf file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ import yaml
 def main(checkpoint: str) -> None:
     # A name for the checkpoint. Each entry is a path, or a path with arguments of the engine.
     models = Path("my_models.yaml")
-    models.write_text(yaml.safe_dump({"mine": {"path": str(Path(checkpoint).resolve()), "precision": "fp16"}}))
+    models.write_text(
+        yaml.safe_dump({"mine": {"path": str(Path(checkpoint).resolve()), "precision": "fp16"}})
+    )
 
     # helm-run finds the plugin by itself; the variable tells the plugin where the names are.
     subprocess.run(
-        ["helm-run", "-r", "simple_mcqa:model=flexgen/mine", "--suite", "own-checkpoint", "-m", "10"],
+        [
+            "helm-run",
+            "-r",
+            "simple_mcqa:model=flexgen/mine",
+            "--suite",
+            "own-checkpoint",
+            "-m",
+            "10",
+        ],
         env={**os.environ, "FLEXGEN_HELM_MODELS": str(models.resolve())},
         check=True,
     )

@@ -1,6 +1,7 @@
 """Large language models under HELM on a machine too small for them.
 
-The public names are loaded on first use, so that registration, `--help` and planning stay free of torch.
+The public names are loaded on first use, so that registration, `--help` and planning stay free of
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`python -m flexgen_helm` is `flexgen-helm`; `torchrun -m flexgen_helm` runs it on the ranks of a pipeline."""
+"""`python -m flexgen_helm` is `flexgen-helm`; `torchrun -m flexgen_helm` runs it on the ranks of a
+pipeline.
+"""
 
 import sys
 

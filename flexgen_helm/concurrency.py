@@ -1,4 +1,6 @@
-"""What threads share: imports under one lock, values loaded once per key, work ahead or called off; and the system."""
+"""What threads share: imports under one lock, values loaded once per key, work ahead or called off;
+and the system.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ _should_stop: ContextVar[Callable[[], bool] | None] = ContextVar("should_stop", 
 
 
 def require_linux() -> None:
-    """Raise `UsageError` on another system, whose processors, memory and disks answer in other ways."""
+    """Raise `UsageError` on another system, whose processors, memory and disks answer in other
+    ways.
+    """
     if (system := platform.system()) != "Linux":
         raise UsageError(
-            f"flexgen_helm runs on Linux, and this is {system}: take a Linux machine, a container, or WSL 2"
+            f"flexgen_helm runs on Linux, and this is {system}: take a Linux machine, a container, "
+            "or WSL 2"
         )
 
 
@@ -43,7 +48,9 @@ def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
 
 
 def stop_point() -> None:
-    """Raise `Interrupted` if nobody wants what this thread is doing; long loops of loading call it."""
+    """Raise `Interrupted` if nobody wants what this thread is doing; long loops of loading call
+    it.
+    """
     should_stop = _should_stop.get()
     if should_stop is not None and should_stop():
         raise Interrupted("interrupted while loading")
@@ -56,20 +63,26 @@ def import_lock(*packages: str) -> Iterator[None]:
         with import_lock("transformers"):
             from transformers import AutoTokenizer
 
-    `transformers` replaces itself in `sys.modules` at the end of its import. A second thread that imports a name
-    from it meanwhile gets the unfinished module, and 'cannot import name'. Use the lock inside functions only:
+    `transformers` replaces itself in `sys.modules` at the end of its import. A second thread that
+    imports a name from it meanwhile gets the unfinished module, and 'cannot import name'. Use the
+    lock inside functions only:
     a module that waits for it while it is being imported can deadlock.
     """
     with _import_lock:
         for package in packages:
-            importlib.import_module(package)  # waits for an import in progress, also for one outside this lock
+            # waits for an import in progress, also for one outside this lock
+            importlib.import_module(package)
         yield
 
 
 def computed_ahead(
-    function: Callable[[T], R], items: Sequence[T], most_threads: int, begin: Callable[[], object] | None = None
+    function: Callable[[T], R],
+    items: Sequence[T],
+    most_threads: int,
+    begin: Callable[[], object] | None = None,
 ) -> Iterator[R]:
-    """Yield function(item) of each item in order; threads, one a core at most, compute the next ones meanwhile.
+    """Yield function(item) of each item in order; threads, one a core at most, compute the next
+    ones meanwhile.
 
     function: must not compute ahead itself.
     most_threads: at most so many results, and one more, wait unread.
@@ -93,7 +106,9 @@ def computed_ahead(
 
 @cache
 def _pool(threads: int, begin: Callable[[], object] | None) -> ThreadPoolExecutor:
-    """Kept, because a model has hundreds of matrices, and starting threads takes as long as reading one."""
+    """Kept, because a model has hundreds of matrices, and starting threads takes as long as reading
+    one.
+    """
     return ThreadPoolExecutor(threads, "ahead", begin)
 
 
@@ -101,10 +116,12 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # where no thread of them
 
 
 class single_flight(Generic[P, R]):
-    """Decorator: `functools.cache` that calls the function once per key, however many threads call at once.
+    """Decorator: `functools.cache` that calls the function once per key, however many threads call
+    at once.
 
-    Threads that call while the first call runs wait for its result, or get its exception. A call that failed is
-    not cached: the next one tries again. Arguments must be hashable. A call must not lead to itself.
+    Threads that call while the first call runs wait for its result, or get its exception. A call
+    that failed is not cached: the next one tries again. Arguments must be hashable. A call must not
+        lead to itself.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:

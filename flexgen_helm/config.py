@@ -1,6 +1,7 @@
 """`EngineConfig`: every option of the engine, written once. No torch.
 
-A field states the option's name, type, default, help text, flags and check. Three surfaces are made from it:
+A field states the option's name, type, default, help text, flags and check. Three surfaces are made
+from it:
 
 - keywords of `Engine.from_pretrained` (`with_options_of`)
 - flags of `flexgen-helm` (`cli.engine_flags`)
@@ -66,7 +67,9 @@ class Flag:
 
 
 def parse_size(value: str | int) -> int:
-    """Return the bytes of '8GiB', '8 GB' or '1.5GiB'; an int is bytes. Raises ValueError if `value` is not a size."""
+    """Return the bytes of '8GiB', '8 GB' or '1.5GiB'; an int is bytes. Raises ValueError if `value`
+    is not a size.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -93,8 +96,12 @@ def _parse_limits(value: MemoryLimits | Mapping[str, str | int | None]) -> Memor
     return MemoryLimits(**parsed)
 
 
-def _reader(convert: Callable[[Any], Any], needs: str, accepts: Callable[[Any], object] = lambda value: True) -> Any:
-    """Return what converts a value, and raises ValueError(needs) where it cannot or the result is not accepted."""
+def _reader(
+    convert: Callable[[Any], Any], needs: str, accepts: Callable[[Any], object] = lambda value: True
+) -> Any:
+    """Return what converts a value, and raises ValueError(needs) where it cannot or the result is
+    not accepted.
+    """
 
     def parse(value: Any) -> Any:
         with suppress(AttributeError, LookupError, TypeError, ValueError):
@@ -135,7 +142,9 @@ _integer = _reader(lambda value: int(str(value)), "must be an integer")
 _flag = _reader(_as_given, "must be true or false", lambda value: isinstance(value, bool))
 _text = _reader(_as_given, "must be a text that is not empty", str.strip)
 _path = _reader(os.fspath, "must be the path of a folder", lambda path: path)
-_budget = _reader(lambda value: int(str(value)), "must be an integer, 0 or more", lambda tokens: tokens >= 0)
+_budget = _reader(
+    lambda value: int(str(value)), "must be an integer, 0 or more", lambda tokens: tokens >= 0
+)
 _seconds = _reader(
     lambda value: float(str(value)),
     "must be a number of seconds, more than 0",
@@ -147,50 +156,62 @@ _template_choice = _reader(
     "is not known; take auto, true or false",
 )
 _template_kwargs = _reader(  # what a template can be given
-    lambda value: json.loads(json.dumps(json.loads(value) if isinstance(value, str) else value, allow_nan=False)),
+    lambda value: json.loads(
+        json.dumps(json.loads(value) if isinstance(value, str) else value, allow_nan=False)
+    ),
     'must be a JSON object, for example {"enable_thinking": false}',
     lambda variables: isinstance(variables, dict),
 )
 
 
-def option(default: Any, help: str, *flags: Flag, parse: Callable[[Any], Any], is_hashed: bool = True) -> Any:
+def option(
+    default: Any, help: str, *flags: Flag, parse: Callable[[Any], Any], is_hashed: bool = True
+) -> Any:
     """Declare a field of `EngineConfig`.
 
-    parse: turns text, a value of YAML or a Python value into the field's value. It raises ValueError with the
-        predicate of a sentence whose subject is the option and its value.
+    parse: turns text, a value of YAML or a Python value into the field's value. It raises
+        ValueError with the predicate of a sentence whose subject is the option and its value.
     is_hashed: False for a value without a hash.
     """
-    return field(default=default, hash=is_hashed, metadata={"help": help, "flags": flags, "parse": parse})
+    return field(
+        default=default, hash=is_hashed, metadata={"help": help, "flags": flags, "parse": parse}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How to load a model and how to run it.
 
-    Each value is parsed and checked when the record is made, so a record is always valid; None means the default.
+    Each value is parsed and checked when the record is made, so a record is always valid; None
+    means the default.
     Raises `UsageError`.
     """
 
-    revision: str | None = option(None, "Branch, tag, or commit of the hub's repository.", parse=_text)
+    revision: str | None = option(
+        None, "Branch, tag, or commit of the hub's repository.", parse=_text
+    )
     precision: Precision | str | None = option(
         None,
-        f"Format of weights and KV cache: {listed(PRECISIONS)} (-s: sparse attention; paper: FlexGen's own format). "
-        "Default: what the model's name ends with, else fp16.",
+        f"Format of weights and KV cache: {listed(PRECISIONS)} (-s: sparse attention; paper: "
+        "FlexGen's own format). Default: what the model's name ends with, else fp16.",
         Flag("--precision", "NAME", tuple(PRECISIONS)),
         parse=lambda value: value if isinstance(value, Precision) else precision_named(value).name,
     )
     policy: Policy | str = option(
         "auto",
-        "What is placed where: auto (default) searches, or GBSxNB,wg,wc,cg,cc,hg,hc. GBSxNB: sequences of a batch x "
-        "batches of a block. wg,wc: percent of the weights on GPU and CPU; cg,cc: of the KV cache; hg,hc: of the "
-        "hidden states; the rest is on the disk. Example: 48x3,20,80,0,100,0,100. `flexgen-helm plan` prints one.",
+        "What is placed where: auto (default) searches, or GBSxNB,wg,wc,cg,cc,hg,hc. GBSxNB: "
+        "sequences of a batch x batches of a block. wg,wc: percent of the weights on GPU and CPU; "
+        "cg,cc: of the KV cache; hg,hc: of the hidden states; the rest is on the disk. Example: "
+        "48x3,20,80,0,100,0,100. `flexgen-helm plan` prints one.",
         Flag("--policy", "POLICY", ("auto",)),
-        parse=lambda value: value if isinstance(value, Policy) or value == "auto" else Policy.parse(str(value)),
+        parse=lambda value: (
+            value if isinstance(value, Policy) or value == "auto" else Policy.parse(str(value))
+        ),
     )
     schedule: str = option(
         "auto",
-        f"Order of the work: auto (default), {listed(SCHEDULES)}. auto takes zigzag or prefill-only for weights that "
-        "are streamed, else row.",
+        f"Order of the work: auto (default), {listed(SCHEDULES)}. auto takes zigzag or "
+        "prefill-only for weights that are streamed, else row.",
         Flag("--schedule", "NAME", ("auto", *SCHEDULES)),
         parse=_one_of("auto", *SCHEDULES),
     )
@@ -200,22 +221,38 @@ class EngineConfig:
         Flag(
             "--gpu-memory",
             "SIZE",
-            help="Maximum GPU memory to use, for example 8GiB. Default of the three: what is free, less a margin.",
+            help=(
+                "Maximum GPU memory to use, for example 8GiB. Default of the three: what is free, "
+                "less a margin."
+            ),
             key="gpu",
         ),
-        Flag("--cpu-memory", "SIZE", help="Maximum host memory to use, for example 16GiB.", key="cpu"),
-        Flag("--disk", "SIZE", help="Maximum space to use in --offload-dir, for example 100GiB.", key="disk"),
+        Flag(
+            "--cpu-memory", "SIZE", help="Maximum host memory to use, for example 16GiB.", key="cpu"
+        ),
+        Flag(
+            "--disk",
+            "SIZE",
+            help=("Maximum space to use in --offload-dir, for example 100GiB."),
+            key="disk",
+        ),
         parse=_parse_limits,
     )
     offload_dir: str | os.PathLike[str] | None = option(
         None,
-        "Folder for what does not fit into memory, best on a fast local disk. Default: offload in FLEXGEN_HELM_HOME.",
+        (
+            "Folder for what does not fit into memory, best on a fast local disk. Default: offload "
+            "in FLEXGEN_HELM_HOME."
+        ),
         Flag("--offload-dir", "DIR"),
         parse=_path,
     )
     device: str = option(
         "auto",
-        "Device that computes: auto (default), cpu, cuda, cuda:1, or sim, a GPU simulated in host memory.",
+        (
+            "Device that computes: auto (default), cpu, cuda, cuda:1, or sim, a GPU simulated in "
+            "host memory."
+        ),
         Flag("--device", "NAME", ("auto", "cpu", "cuda", "sim")),
         parse=_device,
     )
@@ -233,25 +270,33 @@ class EngineConfig:
     )
     pipeline_layers: tuple[int, ...] | None = option(
         None,
-        "Layers of each rank of a pipeline, for example 10,14; by default equal shares, as for equal devices. "
-        "Only under torchrun.",
+        "Layers of each rank of a pipeline, for example 10,14; by default equal shares, as for "
+        "equal devices. Only under torchrun.",
         Flag("--pipeline-layers", "N,N,…"),
         parse=_layers,
     )
     overlap: bool = option(
         True,
         "Overlap transfers with computation.",
-        Flag("--no-overlap", help="Do not overlap transfers with computation, to see what overlapping brings."),
+        Flag(
+            "--no-overlap",
+            help=("Do not overlap transfers with computation, to see what overlapping brings."),
+        ),
         parse=_flag,
     )
     cpu_attention: bool = option(
         True,
         "Attend on the CPU to a KV cache in host memory, so it need not be copied to the GPU.",
-        Flag("--no-cpu-attention", help="Copy a KV cache in host memory to the GPU instead of attending on the CPU."),
+        Flag(
+            "--no-cpu-attention",
+            help=("Copy a KV cache in host memory to the GPU instead of attending on the CPU."),
+        ),
         parse=_flag,
     )
     weights: WeightSource = option(
-        "pretrained", "Where weights come from; dummy draws random ones.", parse=_one_of(*get_args(WeightSource))
+        "pretrained",
+        "Where weights come from; dummy draws random ones.",
+        parse=_one_of(*get_args(WeightSource)),
     )
     seed: int = option(
         0,
@@ -259,30 +304,41 @@ class EngineConfig:
         Flag(
             "--dummy-weights",
             "[SEED]",
-            help="Random weights instead of the model's, for measurements; the seed is 0 unless given.",
+            help=(
+                "Random weights instead of the model's, for measurements; the seed is 0 unless "
+                "given."
+            ),
             implies=(("weights", "dummy"),),
         ),
         parse=_integer,
     )
     unverified: bool = option(
         False,
-        "Compute a model whose kind has not been proved to equal transformers here; records say so.",
+        (
+            "Compute a model whose kind has not been proved to equal transformers here; records "
+            "say so."
+        ),
         Flag(
-            "--unverified", help="Compute also a model that differs from transformers here; records and pages say so."
+            "--unverified",
+            help=(
+                "Compute also a model that differs from transformers here; records and pages say "
+                "so."
+            ),
         ),
         parse=_flag,
     )
     batch_invariant: bool = option(
         False,
-        "Answers have the same bits whatever else is in the run, or the model is refused. Decoding takes longer on "
-        "AMX, and with weights in 4 or 8 bits.",
+        "Answers have the same bits whatever else is in the run, or the model is refused. Decoding "
+        "takes longer on AMX, and with weights in 4 or 8 bits.",
         Flag("--batch-invariant"),
         parse=_flag,
     )
     generation_config: str = option(
         "auto",
-        "Settings of the model's generation_config.json that change answers, such as repetition_penalty: auto "
-        "(default) applies them as transformers does, ignore leaves them out; records say so.",
+        "Settings of the model's generation_config.json that change answers, such as "
+        "repetition_penalty: auto (default) applies them as transformers does, ignore leaves them "
+        "out; records say so.",
         Flag("--generation-config", "CHOICE", ("auto", "ignore")),
         parse=_one_of("auto", "ignore"),
     )
@@ -294,8 +350,9 @@ class EngineConfig:
     )
     apply_chat_template: TemplateChoice | None = option(
         None,
-        "Send plain prompts as a user's turn of the chat template: auto, true or false. auto: if the tokenizer has a "
-        "template and the model is no base model. Default: auto under HELM, else false. Scored prompts never get one.",
+        "Send plain prompts as a user's turn of the chat template: auto, true or false. auto: if "
+        "the tokenizer has a template and the model is no base model. Default: auto under HELM, "
+        "else false. Scored prompts never get one.",
         Flag("--chat-template", "CHOICE", ("auto", "true", "false"), commands=("run",)),
         parse=_template_choice,
     )
@@ -314,7 +371,10 @@ class EngineConfig:
     )
     thinking_budget: int | None = option(
         None,
-        "Maximum tokens that a thinking model thinks before it answers; they count in max_tokens. Default: no limit.",
+        (
+            "Maximum tokens that a thinking model thinks before it answers; they count in "
+            "max_tokens. Default: no limit."
+        ),
         Flag("--thinking-budget", "TOKENS", commands=_CHATTING),
         parse=_budget,
     )
@@ -322,23 +382,34 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, spec in OPTIONS.items():
             value = getattr(self, name)
-            object.__setattr__(self, name, spec.default if value is None else parse_option(name, value))
+            object.__setattr__(
+                self, name, spec.default if value is None else parse_option(name, value)
+            )
         if self.max_latency is not None and self.fixed_policy is not None:
             raise UsageError("max_latency is for the search; leave it or the policy out")
         if self.device == "sim" and self.limits.gpu is None:
-            raise UsageError("the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB")
+            raise UsageError(
+                "the simulated gpu has no size of its own; give one, such as --gpu-memory 1GiB"
+            )
         if self.device != "sim" and self.link_gb_s is not None:
-            raise UsageError("only the simulated gpu takes a link's bandwidth; add --device sim or leave --link out")
+            raise UsageError(
+                "only the simulated gpu takes a link's bandwidth; add --device sim or leave --link "
+                "out"
+            )
         if self.device != "sim" and self.disk_gb_s is not None:
             raise UsageError(
-                "only beside a simulated gpu is a disk simulated; add --device sim or leave --disk-rates out"
+                "only beside a simulated gpu is a disk simulated; add --device sim or leave "
+                "--disk-rates out"
             )
 
     @property
     def chat(self) -> ChatOptions:
         """What was said about chat templates."""
         return ChatOptions(
-            self.apply_chat_template, self.chat_template_kwargs or {}, self.system_prompt, self.thinking_budget
+            self.apply_chat_template,
+            self.chat_template_kwargs or {},
+            self.system_prompt,
+            self.thinking_budget,
         )
 
     @property
@@ -362,7 +433,9 @@ OPTIONS: Mapping[str, Field[Any]] = {spec.name: spec for spec in fields(EngineCo
 
 
 def parse_option(name: str, value: object) -> Any:
-    """Return the value of one option from text, a value of YAML or a Python value. Raises `UsageError`."""
+    """Return the value of one option from text, a value of YAML or a Python value. Raises
+    `UsageError`.
+    """
     try:
         return OPTIONS[name].metadata["parse"](value)
     except (TypeError, ValueError) as error:
@@ -378,9 +451,11 @@ FLAGS: Mapping[str, tuple[str, Flag]] = {
 
 
 def options_of_flags(values: Mapping[str, Any]) -> EngineOptions:
-    """Return the options of flags by name, a key of `FLAGS`; None and False are flags that were not given.
+    """Return the options of flags by name, a key of `FLAGS`; None and False are flags that were not
+    given.
 
-    Raises `UsageError` for a value that cannot be parsed. The precision is not parsed: `run` takes several.
+    Raises `UsageError` for a value that cannot be parsed. The precision is not parsed: `run` takes
+    several.
     """
     options: dict[str, Any] = {}
     for name, value in values.items():
@@ -388,9 +463,14 @@ def options_of_flags(values: Mapping[str, Any]) -> EngineOptions:
         if flag.metavar is None:
             options |= {option: not OPTIONS[option].default} if value else {}
         elif value is not None:
-            options |= {option: value if flag.key is None else {**options.get(option, {}), flag.key: value}}
+            options |= {
+                option: value if flag.key is None else {**options.get(option, {}), flag.key: value}
+            }
             options |= flag.implies
-    return {name: value if name == "precision" else parse_option(name, value) for name, value in options.items()}
+    return {
+        name: value if name == "precision" else parse_option(name, value)
+        for name, value in options.items()
+    }
 
 
 def document_options(docstring: str) -> str:
@@ -408,9 +488,15 @@ def with_options_of(
     """
     keywords = list(inspect.signature(config).parameters.values())
 
-    def decorate(method: Callable[..., R]) -> Callable[Concatenate[type[T], str | os.PathLike[str], P], R]:
+    def decorate(
+        method: Callable[..., R],
+    ) -> Callable[Concatenate[type[T], str | os.PathLike[str], P], R]:
         signature = inspect.signature(method)
-        named = [known for known in signature.parameters.values() if known.kind is not inspect.Parameter.VAR_KEYWORD]
+        named = [
+            known
+            for known in signature.parameters.values()
+            if known.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         method.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
         method.__doc__ = document_options(method.__doc__ or "")
         return cast(Callable[Concatenate[type[T], str | os.PathLike[str], P], R], method)

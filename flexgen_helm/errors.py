@@ -1,7 +1,8 @@
-"""The errors that users see. A message is one sentence: the cause, the number, the command that helps.
+"""The errors that users see. A message is one sentence: the cause, the number, the command that
+helps.
 
-A class's docstring is its entry in the catalogue docs/reference/errors.md, which `make pages` writes: the cause, then
-`Next:` and what usually helps.
+A class's docstring is its entry in the catalogue docs/reference/errors.md, which `make pages`
+writes: the cause, then `Next:` and what usually helps.
 
 `exit_code` is what `flexgen-helm` returns: 1 failed, 2 wrong usage or refused, 130 interrupted.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 class FlexgenError(Exception):
     """Base of all errors that flexgen_helm raises on purpose; the message says what failed.
 
-    Next: Do as the message says; `FLEXGEN_HELM_DEBUG=1` before the command also shows where it failed.
+    Next: Do as the message says; `FLEXGEN_HELM_DEBUG=1` before the command also shows where it
+        failed.
     """
 
     exit_code = 1
@@ -37,21 +39,25 @@ class UnknownModelError(UsageError):
 class UnsupportedArchitectureError(UsageError):
     """The checkpoint's architecture is not supported; the message lists those that are.
 
-    Next: Take a model of a supported architecture: `flexgen-helm models` lists the catalog, docs/models.md all.
+    Next: Take a model of a supported architecture: `flexgen-helm models` lists the catalog,
+        docs/models.md all.
     """
 
 
 class UnprovedModelError(UsageError):
-    """A small model of the same kind does not compute here what `transformers` computes, so scores would be wrong.
+    """A small model of the same kind does not compute here what `transformers` computes, so scores
+    would be wrong.
 
-    Next: Install the releases that the message names. `--unverified` computes all the same, and every record says so.
+    Next: Install the releases that the message names. `--unverified` computes all the same, and
+        every record says so.
     """
 
 
 class CheckpointError(UsageError):
     """A checkpoint file is missing, truncated or corrupt; the message names file and tensor.
 
-    Next: `flexgen-helm fetch MODEL --verify` finds all damaged files of a hub model; fetch those again.
+    Next: `flexgen-helm fetch MODEL --verify` finds all damaged files of a hub model; fetch those
+        again.
     """
 
 
@@ -90,14 +96,16 @@ class ContextLengthError(RequestError):
 class NumericalError(RequestError):
     """A value that is not finite appeared; the message names the layer.
 
-    Next: `flexgen-helm doctor MODEL` checks the weights; `--precision fp16` computes without 4 bits.
+    Next: `flexgen-helm doctor MODEL` checks the weights; `--precision fp16` computes without 4
+        bits.
     """
 
 
 class LoopError(FlexgenError):
     """A loop that was compiled for this processor ended with an error; no number of it is used.
 
-    Next: `FLEXGEN_HELM_LOOPS=0` before the command computes with PyTorch; report the line on stderr.
+    Next: `FLEXGEN_HELM_LOOPS=0` before the command computes with PyTorch; report the line on
+        stderr.
     """
 
 
@@ -132,7 +140,8 @@ class PipelineError(FlexgenError):
 
 
 class WorkerError(FlexgenError):
-    """Workers of a cluster failed, and what was tried again on others failed too; the message says why.
+    """Workers of a cluster failed, and what was tried again on others failed too; the message says
+    why.
 
     Next: Start the same command again: finished answers are kept.
     """

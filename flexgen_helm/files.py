@@ -20,11 +20,18 @@ from flexgen_helm.errors import CheckpointError, UsageError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} if the file is missing or damaged. Raises OSError where the system is at its end."""
+    """Read a JSON object; {} if the file is missing or damaged. Raises OSError where the system is
+    at its end.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        if isinstance(error, OSError) and error.errno in (
+            errno.EIO,
+            errno.EMFILE,
+            errno.ENFILE,
+            errno.ENOMEM,
+        ):
             raise
         return {}
     return content if isinstance(content, dict) else {}
@@ -34,10 +41,15 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise `CheckpointError` for the short text that a clone without Git LFS has in place of a file."""
+    """Raise `CheckpointError` for the short text that a clone without Git LFS has in place of a
+    file.
+    """
     with suppress(OSError), path.open("rb") as file:  # whoever reads it says why it cannot be read
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise CheckpointError(f"{path} is a Git LFS pointer in place of the file; run `git lfs pull` in its folder")
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer in place of the file; run `git lfs pull` in its "
+                "folder"
+            )
 
 
 def existing_folder(path: Path) -> Path:
@@ -46,24 +58,34 @@ def existing_folder(path: Path) -> Path:
 
 
 def require_writable(path: Path, name: str, remedy: str = "") -> None:
-    """Refuse a folder in which no file can be made; nothing is left there. name: of what the user gave."""
-    blocked = next((part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()), None)
+    """Refuse a folder in which no file can be made; nothing is left there. name: of what the user
+    gave.
+    """
+    blocked = next(
+        (part for part in (path, *path.absolute().parents) if part.exists() and not part.is_dir()),
+        None,
+    )
     if blocked is not None:
         raise UsageError(f"{name} {path} cannot be written: {blocked} is a file")
     folder = existing_folder(path)
     for part in path.absolute().relative_to(folder.absolute()).parts:
-        with suppress(FileNotFoundError):  # a name that is too long is told only in a folder that is there
+        # a name that is too long is told only in a folder that is there
+        with suppress(FileNotFoundError):
             os.stat(folder / part)
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"{name} {path} cannot be written: {error.strerror}{remedy and f'; {remedy}'}") from error
+        raise UsageError(
+            f"{name} {path} cannot be written: {error.strerror}{remedy and f'; {remedy}'}"
+        ) from error
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let errors of the system name a file: those of open files name none, temporary ones have its name in theirs."""
+    """Let errors of the system name a file: those of open files name none, temporary ones have its
+    name in theirs.
+    """
     try:
         yield
     except OSError as error:
@@ -125,7 +147,11 @@ def size(num_bytes: float) -> str:
 
 def exact_size(num_bytes: int) -> str:
     """Return '12.3 GiB (13,207,024,435 bytes)', for messages that ask the user to change a size."""
-    return f"{size(num_bytes)} ({num_bytes:,} bytes)" if num_bytes >= 1 << 10 else f"{num_bytes:,} bytes"
+    return (
+        f"{size(num_bytes)} ({num_bytes:,} bytes)"
+        if num_bytes >= 1 << 10
+        else f"{num_bytes:,} bytes"
+    )
 
 
 def size_argument(num_bytes: int) -> str:
@@ -158,7 +184,9 @@ def rough_duration(seconds: float) -> str:
     """Return '2 days', '38 h', '2.5 h', '9 min' or '4.2 s', for plans: they are no more exact."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if (number := seconds / length) > 1.9:
-            return f"{round(2 * number) / 2 if number < 10 else round(number):,} {unit}".replace(".0 ", " ")
+            return f"{round(2 * number) / 2 if number < 10 else round(number):,} {unit}".replace(
+                ".0 ", " "
+            )
     return f"{seconds:.3g} s"
 
 
@@ -182,8 +210,10 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return the known names that `name` may mean, best first.
 
     Names that differ only in case and punctuation: 'llama3-8B' is 'llama-3-8b'.
-    Else names that `name` shortens, as a whole or word by word: 'smollm2', '8b-instruct', 'qwen-8b'.
-    Else similar ones, first those with the same words: 'llama-3-7b' may be 'llama-3-70b' or 'llama-2-7b'.
+    Else names that `name` shortens, as a whole or word by word: 'smollm2', '8b-instruct',
+    'qwen-8b'.
+    Else similar ones, first those with the same words: 'llama-3-7b' may be 'llama-3-70b' or
+    'llama-2-7b'.
     """
     wanted, words = _letters(name), _words(name)
     if not wanted:
@@ -195,7 +225,9 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         rank = (-likeness - len(words & found) / len(words), candidate)
         if letters == wanted:
             equal.append(rank)
-        elif letters.startswith(wanted) or all(any(one.startswith(word) for one in found) for word in words):
+        elif letters.startswith(wanted) or all(
+            any(one.startswith(word) for one in found) for word in words
+        ):
             longer.append(rank)
         elif likeness >= _SIMILAR:
             similar.append(rank)

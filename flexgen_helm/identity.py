@@ -1,8 +1,9 @@
-"""Texts that digests are made of: fingerprints, packed weights, cached answers. Standard library only.
+"""Texts that digests are made of: fingerprints, packed weights, cached answers. Standard library
+only.
 
-The text of a record has the fields of its first version, by the names that they had then. A field that was added later
-is part of the text only if it differs from its default. So neither a rename nor a new field changes a digest, and a
-changed value always does.
+The text of a record has the fields of its first version, by the names that they had then. A field
+that was added later is part of the text only if it differs from its default. So neither a rename
+nor a new field changes a digest, and a changed value always does.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ class Identified:
 
     Class arguments:
     name: what digests call the class.
-    first_version: the first version's fields in order, separated by spaces: `field`, or `old_name=field` if the field
-        was renamed since.
-    later: likewise those that were added since, in the order of their addition; needed only where a field was renamed
-        or moved. All others follow in the record's own order.
-    constants: first-version fields that the record has no more -> the value that all its records had.
+    first_version: the first version's fields in order, separated by spaces: `field`, or
+        `old_name=field` if the field was renamed since.
+    later: likewise those that were added since, in the order of their addition; needed only where a
+        field was renamed or moved. All others follow in the record's own order.
+    constants: first-version fields that the record has no more -> the value that all its records
+        had.
     """
 
     _name_in_digests: ClassVar[str]
@@ -33,7 +35,11 @@ class Identified:
     _constants: ClassVar[Mapping[str, object]]
 
     def __init_subclass__(
-        cls, name: str = "", first_version: str = "", later: str = "", constants: Mapping[str, object] | None = None
+        cls,
+        name: str = "",
+        first_version: str = "",
+        later: str = "",
+        constants: Mapping[str, object] | None = None,
     ) -> None:
         if name:  # else a subclass of a record, which keeps the record's
             cls._name_in_digests = name
@@ -46,11 +52,18 @@ class Identified:
         defaults = {entry.name: entry.default for entry in fields(record)}
         values = {name: self._constants.get(name) for name in self._first_version}
         values |= {
-            name: getattr(self, field) for name, field in self._first_version.items() if name not in self._constants
+            name: getattr(self, field)
+            for name, field in self._first_version.items()
+            if name not in self._constants
         }
         known = {*self._first_version.values(), *self._later.values()}
-        for name, field in (*self._later.items(), *((field, field) for field in defaults if field not in known)):
-            assert defaults[field] is not MISSING or field in self._later.values(), f"{field} has no default"
+        for name, field in (
+            *self._later.items(),
+            *((field, field) for field in defaults if field not in known),
+        ):
+            assert defaults[field] is not MISSING or field in self._later.values(), (
+                f"{field} has no default"
+            )
             if getattr(self, field) != defaults[field]:
                 values[name] = getattr(self, field)
         inside = ", ".join(f"{name}={text_of(value)}" for name, value in values.items())
@@ -84,5 +97,7 @@ def own_digest(package: str) -> str:
     folder = Path(__file__).parent / package
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        digest.update(
+            f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
+        )
     return digest.hexdigest()

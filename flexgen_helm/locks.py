@@ -45,7 +45,9 @@ def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
             while not _take(path, held):
                 waited = time.monotonic() - began
                 if waited >= timeout:
-                    raise InUseError(f"{path} is locked by {_holder(path)}; wait until that has ended")
+                    raise InUseError(
+                        f"{path} is locked by {_holder(path)}; wait until that has ended"
+                    )
                 if waited > tell_after_s:
                     tell_after_s = math.inf
                     report(Message(f"waiting for {path}, which {_holder(path)} has locked"))
@@ -86,10 +88,12 @@ def _is_still_at(path: Path, descriptor: int) -> bool:
 
 @contextmanager
 def sole_writer(path: Path, flag: str) -> Iterator[None]:
-    """Let one process at a time write an output file or folder: it holds a lock beside it, which does not stay.
+    """Let one process at a time write an output file or folder: it holds a lock beside it, which
+    does not stay.
 
     flag: what the user gave it by.
-    Raises `InUseError`, which names the process that writes, and `UsageError` if nothing can be written there.
+    Raises `InUseError`, which names the process that writes, and `UsageError` if nothing can be
+    written there.
     """
     lock = path.with_name(f".{path.name}.lock")
     with ExitStack() as held:
@@ -97,7 +101,8 @@ def sole_writer(path: Path, flag: str) -> Iterator[None]:
             held.enter_context(locked(lock, timeout=0.2))
         except InUseError:
             raise InUseError(
-                f"{flag}: {path} is written by {_holder(lock)}; wait until that has ended, or give another name"
+                f"{flag}: {path} is written by {_holder(lock)}; wait until that has ended, or give "
+                "another name"
             ) from None
         except OSError as error:
             raise UsageError(f"{flag}: {path} cannot be written: {error.strerror}") from error
@@ -110,7 +115,8 @@ def sole_writer(path: Path, flag: str) -> Iterator[None]:
 
 @contextmanager
 def written_whole(path: Path, flag: str) -> Iterator[FileIO]:
-    """Open a file that becomes `path` at the end, as its sole writer; what was written before an error stays beside it.
+    """Open a file that becomes `path` at the end, as its sole writer; what was written before an
+    error stays beside it.
 
     flag: what the user gave it by.
     Raises as `sole_writer`, and OSError, which names the file.

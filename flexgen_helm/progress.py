@@ -1,6 +1,8 @@
-"""What a program is doing, for whoever shows it: as `logging` is for messages, so is this for progress. No torch.
+"""What a program is doing, for whoever shows it: as `logging` is for messages, so is this for
+progress. No torch.
 
-Code that works calls `report`; it knows nothing of terminals. A command installs an observer with `observed_by`.
+Code that works calls `report`; it knows nothing of terminals. A command installs an observer with
+`observed_by`.
 """
 
 from __future__ import annotations
@@ -138,7 +140,9 @@ def report(event: Event) -> None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Keep what this thread does meanwhile from observers: it is a part of something that they know of."""
+    """Keep what this thread does meanwhile from observers: it is a part of something that they know
+    of.
+    """
     token = _is_silent.set(True)
     try:
         yield
@@ -182,7 +186,9 @@ def watched(phase: ProgressPhase, folder: Path) -> Iterator[None]:
 
 
 def describe(event: Event) -> str:
-    """Return an event as a line for a log; of `Progress`, the total number of tokens is an expectation."""
+    """Return an event as a line for a log; of `Progress`, the total number of tokens is an
+    expectation.
+    """
     match event:
         case ProgressPhase():
             parts = (event.title, event.detail, event.amount)
@@ -191,8 +197,9 @@ def describe(event: Event) -> str:
             return f"{event.name} in {event.precision}"
         case Progress():
             line = (
-                f"{event.done_tokens:,.0f} of about {event.total_tokens:,} tokens, {event.done_requests:,} of "
-                f"{count(event.total_requests, 'request')}, {event.tokens_per_s:,.3g} tokens/s, {time_left(event)}"
+                f"{event.done_tokens:,.0f} of about {event.total_tokens:,} tokens, "
+                f"{event.done_requests:,} of {count(event.total_requests, 'request')}, "
+                f"{event.tokens_per_s:,.3g} tokens/s, {time_left(event)}"
             )
             return f"{line}{'; ' * bool(event.pass_bytes)}{reading(event)}"
         case _:
@@ -205,7 +212,9 @@ def time_left(progress: Progress) -> str:
 
 
 def reading(progress: Progress) -> str:
-    """Say where a pass is, what it has read of the disk, and how fast; empty for weights that are in memory."""
+    """Say where a pass is, what it has read of the disk, and how fast; empty for weights that are
+    in memory.
+    """
     if not progress.pass_bytes:
         return ""
     read = f"{size(progress.read_bytes)} of about {size(progress.pass_bytes)}"

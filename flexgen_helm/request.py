@@ -15,7 +15,8 @@ MAX_COMPLETIONS = 10_000
 MAX_TOP_LOGPROBS = 20
 
 FinishReason = Literal["length", "stop", "endoftext"]
-# The most probable tokens at one place and their log-probabilities; the first is what a temperature of 0 draws.
+# The most probable tokens at one place and their log-probabilities; the first is what a temperature
+# of 0 draws.
 TopLogprobs = tuple[tuple[int, float], ...]
 
 
@@ -28,7 +29,9 @@ class DrawnToken(NamedTuple):
 
 
 class ThinkingMarks(NamedTuple):
-    """What a model writes around its thoughts, and around the answer behind them ('' if nothing)."""
+    """What a model writes around its thoughts, and around the answer behind them ('' if
+    nothing).
+    """
 
     begin: str = "<think>"
     end: str = "</think>"
@@ -38,7 +41,8 @@ class ThinkingMarks(NamedTuple):
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """What the engine must know of a request whose model thinks: its stop strings count in the answer only.
+    """What the engine must know of a request whose model thinks: its stop strings count in the
+    answer only.
 
     begins_inside: the prompt ends inside thinking.
     budget: tokens of thinking after which its end is forced; None for no limit.
@@ -55,21 +59,25 @@ class ThinkingFormat:
 class GenerationRequest:
     """What a caller asks for.
 
-    prompt: text, encoded as the tokenizer does by default (with BOS if the model was trained with one).
+    prompt: text, encoded as the tokenizer does by default (with BOS if the model was trained with
+        one).
     prompt_token_ids: used unchanged.
-    messages: a chat, {'role': …, 'content': …} each, rendered by the chat template. Exactly one of the three is given.
+    messages: a chat, {'role': …, 'content': …} each, rendered by the chat template. Exactly one of
+        the three is given.
     max_tokens: most tokens to generate; 0 with `echo_logprobs` only scores the prompt.
     temperature: 0 takes the most probable token.
     top_p: probability mass of the nucleus, in (0, 1].
-    seed: fixes every random draw together with the completion's index, whatever else is in the batch.
+    seed: fixes every random draw together with the completion's index, whatever else is in the
+        batch.
     stop: strings; text and tokens end before the earliest.
     n: completions wanted.
     echo_logprobs: also return log-probabilities of the prompt's tokens.
-    echo_greedy: also say of each of the prompt's tokens whether it is the most probable one; with `echo_logprobs`.
+    echo_greedy: also say of each of the prompt's tokens whether it is the most probable one; with
+        `echo_logprobs`.
     ignore_eos: generate through EOS, for throughput work with random weights.
     thinking: set by whoever renders a prompt for a model that thinks.
-    top_logprobs: also return so many of the most probable tokens at each drawn token, and with `echo_logprobs` at each
-        of the prompt's.
+    top_logprobs: also return so many of the most probable tokens at each drawn token, and with
+        `echo_logprobs` at each of the prompt's.
     drawn: what an interrupted run has drawn of each completion, which goes on behind it.
     """
 
@@ -94,12 +102,19 @@ class GenerationRequest:
         for name, (kind, meaning) in _KINDS.items():
             if not isinstance(value := getattr(self, name), kind):
                 raise RequestError(f"{name} is {repr(value)[:60]}; it must be {meaning}")
-        if sum(given is not None for given in (self.prompt, self.prompt_token_ids, self.messages)) != 1:
-            raise RequestError("a request needs exactly one of prompt, prompt_token_ids and messages")
+        if (
+            sum(given is not None for given in (self.prompt, self.prompt_token_ids, self.messages))
+            != 1
+        ):
+            raise RequestError(
+                "a request needs exactly one of prompt, prompt_token_ids and messages"
+            )
         if self.max_tokens < 0:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 0 or more")
         if not 1 <= self.n <= MAX_COMPLETIONS:
-            raise RequestError(f"n is {self.n}; it must be at least 1 and at most {MAX_COMPLETIONS:,} completions")
+            raise RequestError(
+                f"n is {self.n}; it must be at least 1 and at most {MAX_COMPLETIONS:,} completions"
+            )
         if not self.temperature >= 0.0:
             raise RequestError(f"temperature is {self.temperature}; it must be 0 or more")
         if not 0.0 < self.top_p <= 1.0:
@@ -111,7 +126,9 @@ class GenerationRequest:
         if self.echo_greedy and not self.echo_logprobs:
             raise RequestError("echo_greedy needs echo_logprobs")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise RequestError(f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}")
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_TOP_LOGPROBS}"
+            )
 
 
 # The fields that are computed with, as any library's numbers may be.
@@ -137,8 +154,9 @@ class Completion:
     """One completion of a request.
 
     text: without EOS and stop string.
-    tokens: texts of the tokens, which join to `text`. The text of a token that the stop string cuts in two is
-        trimmed. A token that is not whole UTF-8 is written `bytes:\\xNN`, and does not join.
+    tokens: texts of the tokens, which join to `text`. The text of a token that the stop string cuts
+        in two is trimmed. A token that is not whole UTF-8 is written `bytes:\\xNN`, and does not
+        join.
     token_ids, logprobs: parallel to `tokens`; natural logarithms of the raw softmax, temperature 1.
     finish_reason: length, stop or endoftext.
     top_logprobs: parallel to `tokens` where the request wants them, else empty.
@@ -162,8 +180,8 @@ class Cost:
     """What one request took of its run.
 
     prompt_tokens, output_tokens: asked for and generated.
-    prompt_tokens_computed: fewer than `prompt_tokens` if work was shared; more if what an interrupted run has drawn
-        was computed with them.
+    prompt_tokens_computed: fewer than `prompt_tokens` if work was shared; more if what an
+        interrupted run has drawn was computed with them.
     padded_prompt_tokens, padded_output_tokens: with the padding that was really computed.
     flops: of linear layers and attention; a multiply-add counts two.
     prefill_s, decode_s: seconds; the share of its batches that the request's operations are.
@@ -187,11 +205,13 @@ class GenerationResult:
 
     completions: `n` of them; empty if there is an error.
     prompt_token_ids: the prompt as it was computed.
-    prompt_logprobs: as long as `prompt_token_ids`, the first entry None; None without `echo_logprobs`.
+    prompt_logprobs: as long as `prompt_token_ids`, the first entry None; None without
+        `echo_logprobs`.
     error: the exception of this request alone, or None.
-    prompt_greedy: parallel to `prompt_logprobs`, whether each token is the most probable one, as a temperature of 0
-        draws it; None without `echo_greedy`.
-    prompt_top_logprobs: parallel to `prompt_logprobs`; None unless `top_logprobs` and `echo_logprobs` are asked for.
+    prompt_greedy: parallel to `prompt_logprobs`, whether each token is the most probable one, as a
+        temperature of 0 draws it; None without `echo_greedy`.
+    prompt_top_logprobs: parallel to `prompt_logprobs`; None unless `top_logprobs` and
+        `echo_logprobs` are asked for.
     """
 
     completions: tuple[Completion, ...] = ()
@@ -205,7 +225,9 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes that each tier may hold, of a GPU the workspace included; None: what the machine has, less a margin."""
+    """Bytes that each tier may hold, of a GPU the workspace included; None: what the machine has,
+    less a margin.
+    """
 
     gpu: int | None = None
     cpu: int | None = None
@@ -216,12 +238,16 @@ class MemoryLimits:
 class Progress:
     """How far a run is.
 
-    done_tokens: computed so far, prompts included; of a batch that is half way through the layers, half its tokens.
-    total_tokens: expected, from the lengths of the answers so far; at first half of every `max_tokens`.
+    done_tokens: computed so far, prompts included; of a batch that is half way through the layers,
+        half its tokens.
+    total_tokens: expected, from the lengths of the answers so far; at first half of every
+        `max_tokens`.
     elapsed_s: seconds since the run began.
     memory_bytes: held now by each tier that holds anything.
-    num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this process.
-    read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if none are there.
+    num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this
+        process.
+    read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if
+        none are there.
     read_bytes_s: of the disk, over the last seconds.
     stop_s: seconds of computing that a stop now would cost at most; 0 where no tokens are kept.
     """

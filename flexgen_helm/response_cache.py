@@ -1,11 +1,13 @@
 """Results that are computed once: a response cache on disk, one SQLite file per engine fingerprint.
 
-Beside results it has the tokens that were drawn of answers that have not ended, until they have. An interrupted run
-goes on behind them.
+Beside results it has the tokens that were drawn of answers that have not ended, until they have. An
+interrupted run goes on behind them.
 
-The fingerprint names weights, tokenizer, formats and compute type, so results of other engines are in other files.
-Values are JSON: a row that is not a well-formed result is ignored, never executed. Each `put_many` is one durable
-transaction. SQLite's rollback journal is used instead of its write-ahead log, which network disks break.
+The fingerprint names weights, tokenizer, formats and compute type, so results of other engines are
+in other files.
+Values are JSON: a row that is not a well-formed result is ignored, never executed. Each `put_many`
+is one durable transaction. SQLite's rollback journal is used instead of its write-ahead log, which
+network disks break.
 """
 
 from __future__ import annotations
@@ -28,14 +30,24 @@ from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.progress import KEEP_EVERY_S, Message, report
-from flexgen_helm.request import MAX_COMPLETIONS, Completion, Cost, DrawnToken, GenerationResult, TopLogprobs
+from flexgen_helm.request import (
+    MAX_COMPLETIONS,
+    Completion,
+    Cost,
+    DrawnToken,
+    GenerationResult,
+    TopLogprobs,
+)
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
-MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0  # a transaction is written after so many results or seconds
-# Where writing drawn tokens takes more than this share of the time, they wait longer, at most so many seconds.
+# a transaction is written after so many results or seconds
+MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0
+# Where writing drawn tokens takes more than this share of the time, they wait longer, at most so
+# many seconds.
 _KEEP_AT_LEAST_EVERY_S, _KEEP_SHARE = 300.0, 0.01
-_BEGIN = "BEGIN IMMEDIATE"  # takes the write lock at once: a reader that upgrades later could fail without waiting
+# takes the write lock at once: a reader that upgrades later could fail without waiting
+_BEGIN = "BEGIN IMMEDIATE"
 _KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite versions allow
 
 
@@ -47,7 +59,9 @@ class ResponseCacheError(FlexgenError):
 
 
 def response_cache_path(home: Path, fingerprint: str) -> Path:
-    """Return the file with the results of one engine. Its folder is called `journal`, as in version 0.1.0."""
+    """Return the file with the results of one engine. Its folder is called `journal`, as in version
+    0.1.0.
+    """
     readable = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", fingerprint)
     name = fingerprint if readable else hashlib.sha256(fingerprint.encode()).hexdigest()
     return home / "journal" / f"{name}.sqlite"
@@ -75,7 +89,9 @@ _LEFT_OUT = {"error": None, "prompt_greedy": None, "prompt_top_logprobs": None, 
 
 
 def encode_result(result: GenerationResult) -> str:
-    """Return the JSON of a successful result. Raises `ValueError` for an error or a value that is not finite."""
+    """Return the JSON of a successful result. Raises `ValueError` for an error or a value that is
+    not finite.
+    """
     if result.error is not None:
         raise ValueError("a failed request has no result to store")
     return json.dumps(result, default=_fields, allow_nan=False, separators=(",", ":"))
@@ -83,7 +99,9 @@ def encode_result(result: GenerationResult) -> str:
 
 def _fields(record: object) -> dict[str, Any]:
     """Return what is stored of a result, a completion, or a cost."""
-    return {name: value for name, value in vars(record).items() if value != _LEFT_OUT.get(name, _STORED)}
+    return {
+        name: value for name, value in vars(record).items() if value != _LEFT_OUT.get(name, _STORED)
+    }
 
 
 def decode_result(text: object) -> GenerationResult:
@@ -100,10 +118,13 @@ def decode_result(text: object) -> GenerationResult:
 
 
 class ResponseCache:
-    """Results by request key in one SQLite file. Used by one thread at a time; safe among any number of processes."""
+    """Results by request key in one SQLite file. Used by one thread at a time; safe among any
+    number of processes.
+    """
 
     def __init__(self, path: Path, model: str = "") -> None:
-        """Open or create. Raises `ResponseCacheError` where the file is foreign, damaged or of another version.
+        """Open or create. Raises `ResponseCacheError` where the file is foreign, damaged or of
+        another version.
 
         model: whose answers these are, for people.
         """
@@ -124,20 +145,31 @@ class ResponseCache:
         self._connection.execute("PRAGMA synchronous=FULL")
         with self._connection:
             self._connection.execute(_BEGIN)
-            self._connection.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
-            self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
             self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS drawn (key TEXT, writer TEXT, completion INTEGER, step INTEGER, "
-                "value TEXT NOT NULL, PRIMARY KEY (key, writer, completion, step)) WITHOUT ROWID"
+                "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)"
             )
-            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
+            )
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS drawn (key TEXT, writer TEXT, completion INTEGER, step "
+                "INTEGER, value TEXT NOT NULL, PRIMARY KEY (key, writer, completion, step)) "
+                "WITHOUT ROWID"
+            )
+            self._connection.execute(
+                "INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,)
+            )
             if self._model:
-                self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('model', ?)", (self._model,))
-        (version,) = self._connection.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
+                self._connection.execute(
+                    "INSERT OR IGNORE INTO meta VALUES ('model', ?)", (self._model,)
+                )
+        (version,) = self._connection.execute(
+            "SELECT value FROM meta WHERE name = 'schema'"
+        ).fetchone()
         if version != SCHEMA_VERSION:
             raise ResponseCacheError(
-                f"the response cache {self.path} has format {version!r}, this version reads {SCHEMA_VERSION!r}; "
-                "move the file away, its results will be computed again"
+                f"the response cache {self.path} has format {version!r}, this version reads "
+                f"{SCHEMA_VERSION!r}; move the file away, its results will be computed again"
             )
 
     @contextmanager
@@ -145,14 +177,18 @@ class ResponseCache:
         try:
             yield
         except sqlite3.OperationalError as error:  # locked, full, read-only, cannot open
-            raise ResponseCacheError(f"the response cache {self.path} cannot be used now: {error}") from error
+            raise ResponseCacheError(
+                f"the response cache {self.path} cannot be used now: {error}"
+            ) from error
         except sqlite3.DatabaseError as error:
             raise ResponseCacheError(
                 f"the response cache {self.path} is damaged or not a response cache ({error}); "
                 "move the file away, its results will be computed again"
             ) from error
         except OSError as error:
-            raise ResponseCacheError(f"the response cache {self.path} cannot be created: {error.strerror}") from error
+            raise ResponseCacheError(
+                f"the response cache {self.path} cannot be created: {error.strerror}"
+            ) from error
 
     def get_many(self, keys: Iterable[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""
@@ -165,13 +201,16 @@ class ResponseCache:
         return results
 
     def take_drawn(self, keys: Iterable[str]) -> dict[str, list[list[DrawnToken]]]:
-        """Return what was drawn of unfinished answers among `keys`, by completion, and go on with it as the writer.
+        """Return what was drawn of unfinished answers among `keys`, by completion, and go on with
+        it as the writer.
 
         A part that is missing or not well-formed ends its completion.
         """
         found: dict[str, dict[str, list[list[DrawnToken]]]] = {}
         query = f"SELECT * FROM drawn WHERE completion BETWEEN 0 AND {MAX_COMPLETIONS - 1} AND"
-        for key, writer, completion, step, value in self._select(query, keys, "ORDER BY key, writer, completion, step"):
+        for key, writer, completion, step, value in self._select(
+            query, keys, "ORDER BY key, writer, completion, step"
+        ):
             completions = found.setdefault(key, {}).setdefault(writer, [])
             try:
                 tokens = _DRAWN.validate_json(value)
@@ -180,21 +219,30 @@ class ResponseCache:
             completions += [[] for _ in range(completion + 1 - len(completions))]
             if step == len(completions[completion]):
                 completions[completion] += tokens
-        longest = {key: max(of.values(), key=lambda drawn: sum(map(len, drawn))) for key, of in found.items()}
+        longest = {
+            key: max(of.values(), key=lambda drawn: sum(map(len, drawn)))
+            for key, of in found.items()
+        }
         taken = {key: drawn for key, drawn in longest.items() if any(drawn)}
         if taken:
-            rows = {key: {i: (0, part) for i, part in enumerate(drawn)} for key, drawn in taken.items()}
+            rows = {
+                key: {i: (0, part) for i, part in enumerate(drawn)} for key, drawn in taken.items()
+            }
             self.put_many({}, rows, taken)
         return taken
 
-    def _select(self, query: str, keys: Iterable[str], order: str = "") -> Iterator[tuple[Any, ...]]:
+    def _select(
+        self, query: str, keys: Iterable[str], order: str = ""
+    ) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of `keys`."""
         wanted = list(dict.fromkeys(keys))
         with self._explained():
             for start in range(0, len(wanted), _KEYS_PER_QUERY):
                 part = wanted[start : start + _KEYS_PER_QUERY]
                 marks = ",".join("?" * len(part))
-                yield from self._connection.execute(f"{query} key IN ({marks}) {order}", part).fetchall()
+                yield from self._connection.execute(
+                    f"{query} key IN ({marks}) {order}", part
+                ).fetchall()
 
     def put_many(
         self,
@@ -202,13 +250,20 @@ class ResponseCache:
         drawn: Mapping[str, DrawnTokens] = MappingProxyType({}),
         replaced: Iterable[str] = (),
     ) -> None:
-        """Store results and tokens of unfinished answers, all or none; they are on the disk when this returns.
+        """Store results and tokens of unfinished answers, all or none; they are on the disk when
+        this returns.
 
         replaced: keys whose tokens so far are deleted, besides those of the results.
         """
         rows = [(key, encode_result(result)) for key, result in results.items()]
         parts = [
-            (key, self._writer, completion, step, json.dumps(tokens, allow_nan=False, separators=(",", ":")))
+            (
+                key,
+                self._writer,
+                completion,
+                step,
+                json.dumps(tokens, allow_nan=False, separators=(",", ":")),
+            )
             for key, completions in drawn.items()
             for completion, (step, tokens) in completions.items()
             if tokens
@@ -220,7 +275,9 @@ class ResponseCache:
                 self._connection.executemany(
                     "DELETE FROM drawn WHERE key = ?", [(key,) for key in (*results, *replaced)]
                 )
-                self._connection.executemany("INSERT OR REPLACE INTO drawn VALUES (?, ?, ?, ?, ?)", parts)
+                self._connection.executemany(
+                    "INSERT OR REPLACE INTO drawn VALUES (?, ?, ?, ?, ?)", parts
+                )
 
     def close(self) -> None:
         self._connection.close()
@@ -229,8 +286,8 @@ class ResponseCache:
 class ResponseWriter:
     """The response cache of one engine during a block: results are written in transactions.
 
-    A result is on the disk `MAX_PENDING_S` after it was added, also if no other one follows. A cache that fails is
-    given up with a warning: results are then computed, and not stored.
+    A result is on the disk `MAX_PENDING_S` after it was added, also if no other one follows. A
+    cache that fails is given up with a warning: results are then computed, and not stored.
     """
 
     def __init__(self, path: Path | None, model: str) -> None:
@@ -285,7 +342,8 @@ class ResponseWriter:
         with self._lock:
             if self._cache is not None:
                 steps = self._steps.setdefault(key, {})
-                if step != steps.get(completion, step):  # again, since a worker was lost, and perhaps otherwise
+                # again, since a worker was lost, and perhaps otherwise
+                if step != steps.get(completion, step):
                     steps.clear()
                     self._drawn.pop(key, None)
                     self._restarted.add(key)

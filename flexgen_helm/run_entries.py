@@ -1,6 +1,8 @@
-"""Run entries of HELM (`mmlu:subject=anatomy,model=flexgen/opt-6.7b`), read and checked before HELM is imported.
+"""Run entries of HELM (`mmlu:subject=anatomy,model=flexgen/opt-6.7b`), read and checked before HELM
+is imported.
 
-A check never refuses what HELM would run. It knows the run specs of HELM and of this package by their source files.
+A check never refuses what HELM would run. It knows the run specs of HELM and of this package by
+their source files.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ _NAMES_A_MODEL = re.compile(r"\bmodel=\b")
 _RUN_SPEC = re.compile(r"^@run_spec_function\(\s*[\"']([^\"']+)[\"']", re.MULTILINE)
 _RUN_EXPANDER = re.compile(r"^    name = [\"']([^\"']+)[\"']", re.MULTILINE)
 # An entry of a .conf file as HELM and we write them; a line that begins with '#' is a comment.
-_CONF_ENTRY = re.compile(r"^\s*\{?\s*\"?description\"?\s*[:=]\s*\"([^\"\\$]+)\"\s*[,}\n]", re.MULTILINE)
+_CONF_ENTRY = re.compile(
+    r"^\s*\{?\s*\"?description\"?\s*[:=]\s*\"([^\"\\$]+)\"\s*[,}\n]", re.MULTILINE
+)
 
 
 def read_conf(path: Path) -> list[str]:
@@ -61,7 +65,11 @@ def parse(run_entry: str) -> tuple[str, dict[str, str]]:
 def without_model(run_entry: str) -> str:
     """Return the entry without its model."""
     scenario, arguments = parse(run_entry)
-    kept = [f"{key}={value}" for key, value in arguments.items() if key not in ("model", "model_deployment")]
+    kept = [
+        f"{key}={value}"
+        for key, value in arguments.items()
+        if key not in ("model", "model_deployment")
+    ]
     return f"{scenario}:{','.join(kept)}" if kept else scenario
 
 
@@ -73,7 +81,8 @@ def check_entries(
     has_plugins: bool = False,
     needs_weights: bool = True,
 ) -> None:
-    """Raise `UsageError` with one sentence for the first run entry or model that HELM could not run.
+    """Raise `UsageError` with one sentence for the first run entry or model that HELM could not
+    run.
 
     run_entries: those that HELM would expand.
     models: of --models-to-run.
@@ -93,8 +102,9 @@ def check_entries(
     if run_entries and not models and not any(map(_NAMES_A_MODEL.search, run_entries)):
         first = run_entries[0]
         raise UsageError(
-            f"the run entry {first!r} names no model: write {first}{',' if parse(first)[1] else ':'}model={PREFIX}"
-            f"{WHEEL_MODEL}, or another name that `flexgen-helm models` lists"
+            f"the run entry {first!r} names no model: write "
+            f"{first}{',' if parse(first)[1] else ':'}model={PREFIX}{WHEEL_MODEL}, or another name "
+            "that `flexgen-helm models` lists"
         )
     names = list(models)
     for run_entry, scenario, arguments in parsed:
@@ -102,16 +112,20 @@ def check_entries(
         names += [model, arguments.get("model_deployment", "")]
         if is_open:
             continue
-        registered = getattr(sys.modules.get("helm.benchmark.run_spec"), "_REGISTERED_RUN_SPEC_FUNCTIONS", ())
+        registered = getattr(
+            sys.modules.get("helm.benchmark.run_spec"), "_REGISTERED_RUN_SPEC_FUNCTIONS", ()
+        )
         if (known := run_spec_names().union(registered)) and scenario not in known:
             raise UsageError(
-                f"the scenario {scenario!r} is not known; {question(scenario, known)}`flexgen-helm entries` lists run "
-                "entries"
+                f"the scenario {scenario!r} is not known; {question(scenario, known)}`flexgen-helm "
+                "entries` lists run entries"
             )
         # All names of HELM have a slash, but for groups such as `text`.
         is_ours = "/" not in model and {model, base_name(model)} & set(known_names().values())
         if is_ours and not models and model not in deployments:
-            raise UsageError(f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}")
+            raise UsageError(
+                f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}"
+            )
     for name in dict.fromkeys(names):
         resolved = None
         if name in deployments:
@@ -120,7 +134,12 @@ def check_entries(
         elif name.startswith(PREFIX):
             resolved = _resolve(name.removeprefix(PREFIX))
         # What the hub has is not asked.
-        if needs_weights and resolved and resolved.path is not None and resolved.arguments.get("weights") != "dummy":
+        if (
+            needs_weights
+            and resolved
+            and resolved.path is not None
+            and resolved.arguments.get("weights") != "dummy"
+        ):
             local_weights(resolved)
     if not is_open:
         for run_entry, scenario, arguments in parsed:
@@ -138,15 +157,23 @@ def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str
         run_entries,
         given.models_to_run or [],
         local_path=local_path,
-        has_plugins=bool(given.plugins or given.enable_huggingface_models or given.enable_local_huggingface_models),
+        has_plugins=bool(
+            given.plugins
+            or given.enable_huggingface_models
+            or given.enable_local_huggingface_models
+        ),
         needs_weights=needs_weights,
     )
     files = [Path(path) for path in given.conf_paths or ()] if given.priority is None else []
-    return [f"-c {file} is the shipped file" for file in files if not file.exists()] + hints(run_entries, local_path)
+    return [f"-c {file} is the shipped file" for file in files if not file.exists()] + hints(
+        run_entries, local_path
+    )
 
 
 def given_entries(given: Namespace) -> list[str]:
-    """Return the run entries of the arguments of `helm-run`. Raises `UsageError` for a file that does not exist."""
+    """Return the run entries of the arguments of `helm-run`. Raises `UsageError` for a file that
+    does not exist.
+    """
     run_entries = [*(given.run_specs or ()), *(given.run_entries or ())]
     if given.priority is None:  # else HELM leaves entries out
         for path in map(Path, given.conf_paths or ()):
@@ -155,50 +182,74 @@ def given_entries(given: Namespace) -> list[str]:
                 run_entries += read_conf(found)
                 if not re.search(r"\b(entries|include)\b", found.read_text(encoding="utf-8")):
                     raise UsageError(
-                        f"-c {path} has no run entries; `flexgen-helm entries` lists some, and a file that names "
-                        "models goes into FLEXGEN_HELM_MODELS"
+                        f"-c {path} has no run entries; `flexgen-helm entries` lists some, and a "
+                        "file that names models goes into FLEXGEN_HELM_MODELS"
                     )
     return run_entries
 
 
 def conf_file(path: Path) -> Path:
-    """Return the file that -c names: `runs/quickstart.conf` is the shipped one where no such file is here.
+    """Return the file that -c names: `runs/quickstart.conf` is the shipped one where no such file
+    is here.
 
     Raises `UsageError` where there is neither.
     """
     if path.exists():
         return path
-    shipped = {file.name: file for folder in _folders("flexgen_helm.runs") for file in folder.glob("*.conf")}
+    shipped = {
+        file.name: file
+        for folder in _folders("flexgen_helm.runs")
+        for file in folder.glob("*.conf")
+    }
     if path.name in shipped and path.parent in (Path(), Path("runs")):
         return shipped[path.name]
     close = [f"runs/{name}" for name in closest(path.name, shipped)]
-    advice = f"did you mean {listed(close)}?" if close else f"shipped are runs/{', '.join(sorted(shipped))}"
+    advice = (
+        f"did you mean {listed(close)}?"
+        if close
+        else f"shipped are runs/{', '.join(sorted(shipped))}"
+    )
     raise UsageError(f"-c {path}: there is no such file; {advice}")
 
 
 def given_models(given: Namespace) -> list[ResolvedModel]:
-    """Return our models that the arguments of `helm-run` name; none whose names the user's own files define."""
+    """Return our models that the arguments of `helm-run` name; none whose names the user's own
+    files define.
+    """
     deployments = _deployments(Path(given.local_path or "prod_env"))
-    named = [*(given.models_to_run or ()), *(parse(entry)[1].get("model", "") for entry in given_entries(given))]
-    names = [name for name in dict.fromkeys(named) if name.startswith(PREFIX) and name not in deployments]
+    named = [
+        *(given.models_to_run or ()),
+        *(parse(entry)[1].get("model", "") for entry in given_entries(given)),
+    ]
+    names = [
+        name for name in dict.fromkeys(named) if name.startswith(PREFIX) and name not in deployments
+    ]
     return [_resolve(name.removeprefix(PREFIX)) for name in names]
 
 
 def hints(run_entries: Sequence[str], local_path: Path) -> list[str]:
-    """Return a sentence for each model that is neither ours nor the user's, with our name for it if there is one."""
+    """Return a sentence for each model that is neither ours nor the user's, with our name for it if
+    there is one.
+    """
     deployments = _deployments(local_path)
     repositories = {entry.hub_repo: entry.name for entry in CATALOG.values() if entry.hub_repo}
     models = dict.fromkeys(parse(run_entry)[1].get("model", "") for run_entry in run_entries)
     return [
         f"model={model} is computed by HELM's own client"
-        + (f"; write model={PREFIX}{repositories[model]} for flexgen_helm" if model in repositories else "")
+        + (
+            f"; write model={PREFIX}{repositories[model]} for flexgen_helm"
+            if model in repositories
+            else ""
+        )
         for model in models
         if "/" in model and not model.startswith(PREFIX) and model not in deployments
     ]
 
 
 def run_spec_names() -> frozenset[str]:
-    """Return the names of all run specs of HELM and of this package; empty if HELM is not installed."""
+    """Return the names of all run specs of HELM and of this package; empty if HELM is not
+    installed.
+    """
     return frozenset(_run_spec_files())
 
 
@@ -213,7 +264,9 @@ def _run_spec_files() -> dict[str, Path]:
     """Return run spec -> the file that defines it."""
     found: dict[str, Path] = {}
     helm, ours = _folders("helm"), _folders("flexgen_helm.scenarios")
-    for folder in [folder / "benchmark" / "run_specs" for folder in helm] + ours if helm and ours else []:
+    for folder in (
+        [folder / "benchmark" / "run_specs" for folder in helm] + ours if helm and ours else []
+    ):
         for file in folder.rglob("*.py"):
             found |= dict.fromkeys(_RUN_SPEC.findall(file.read_text(encoding="utf-8")), file)
     return found
@@ -221,7 +274,9 @@ def _run_spec_files() -> dict[str, Path]:
 
 def _folders(package: str) -> list[Path]:
     spec = find_spec(package)
-    return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    return (
+        [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    )
 
 
 @cache
@@ -243,8 +298,8 @@ def _check_scenario_arguments(run_entry: str, scenario: str, given: Mapping[str,
     if unknown and function.args.kwarg is None:
         meant = question(unknown[0], [*names, *(expanders if len(unknown[0]) > 2 else ())])
         raise UsageError(
-            f"the run entry {run_entry!r} has {unknown[0]!r}, which {scenario} does not take; {meant}it takes "
-            f"{', '.join(names) or 'no arguments of its own'}"
+            f"the run entry {run_entry!r} has {unknown[0]!r}, which {scenario} does not take; "
+            f"{meant}it takes {', '.join(names) or 'no arguments of its own'}"
         )
     missing = [name for name in required if name not in given]
     if missing:
@@ -258,12 +313,16 @@ def _check_scenario_arguments(run_entry: str, scenario: str, given: Mapping[str,
 
 @cache
 def _function(scenario: str) -> ast.FunctionDef | None:
-    """Return the function that makes a run spec; None where its source is written in another way."""
+    """Return the function that makes a run spec; None where its source is written in another
+    way.
+    """
     with suppress(KeyError, OSError, SyntaxError):
         for node in ast.parse(_run_spec_files()[scenario].read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef):
                 for call in node.decorator_list:
-                    if isinstance(call, ast.Call) and scenario in [getattr(value, "value", "") for value in call.args]:
+                    if isinstance(call, ast.Call) and scenario in [
+                        getattr(value, "value", "") for value in call.args
+                    ]:
                         return node
     return None
 
@@ -276,7 +335,9 @@ def _resolve(short: str) -> ResolvedModel:
 
 
 def _deployments(folder: Path) -> dict[str, str | None]:
-    """Return the names in the user's deployment file that mean more than the name itself says, and paths of models."""
+    """Return the names in the user's deployment file that mean more than the name itself says, and
+    paths of models.
+    """
     found: dict[str, str | None] = {}
     try:
         content = yaml.safe_load((folder / "model_deployments.yaml").read_text(encoding="utf-8"))
@@ -284,11 +345,13 @@ def _deployments(folder: Path) -> dict[str, str | None]:
             is_ours = entry["client_spec"]["class_name"] == CLIENT_CLASS
             arguments = entry["client_spec"].get("args") or {}
             path, model = arguments.get("path"), entry.get("model_name")
-            # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is looked up by its
-            # name.
+            # An entry of ours without a path or another name, as `flexgen-helm run` writes them, is
+            # looked up by its name.
             if not is_ours or path or model or not entry["name"].startswith(PREFIX):
                 has_weights = is_ours and path and arguments.get("weights") != "dummy"
-                found |= dict.fromkeys(filter(None, (entry["name"], model)), str(path) if has_weights else None)
+                found |= dict.fromkeys(
+                    filter(None, (entry["name"], model)), str(path) if has_weights else None
+                )
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return {}  # HELM says what is wrong with it
     return found

@@ -13,7 +13,8 @@ _GAP = "  "
 # A cell of at most so many characters stays on one line.
 _UNBROKEN = 16
 _NUMBER = re.compile(r"[-+×<]? ?\d[\d.,]*(?![a-z\d])|$")
-# Names break after commas and colons. In sentences a number stays with its unit, and paths break after slashes.
+# Names break after commas and colons. In sentences a number stays with its unit, and paths break
+# after slashes.
 _NAME = re.compile(r"(?<=[,:])(?=[^\W\d])")
 _SENTENCE = re.compile(r"(?<=[^\d\s])(\s+)|(?<=/)(?=\w)")
 
@@ -24,14 +25,24 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def fill(text: str, width: int) -> str:
-    """Break lines at words, never within one; a line that begins with a blank is a command, and stays."""
-    wrapper = TextWrapper(width, subsequent_indent=_GAP, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(line if line.startswith(" ") else wrapper.fill(line) for line in text.split("\n"))
+    """Break lines at words, never within one; a line that begins with a blank is a command, and
+    stays.
+    """
+    wrapper = TextWrapper(
+        width, subsequent_indent=_GAP, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(
+        line if line.startswith(" ") else wrapper.fill(line) for line in text.split("\n")
+    )
 
 
 def fill_for(stream: TextIO, text: str) -> str:
     """Break lines at words if a stream is a terminal."""
-    return fill(text, os.get_terminal_size(stream.fileno()).columns or 80) if is_terminal(stream) else text
+    return (
+        fill(text, os.get_terminal_size(stream.fileno()).columns or 80)
+        if is_terminal(stream)
+        else text
+    )
 
 
 def table_text(
@@ -44,7 +55,8 @@ def table_text(
 
     Columns of numbers are aligned to the right.
 
-    optional: columns that are left out where there is no room, the first first; then the last ones are.
+    optional: columns that are left out where there is no room, the first first; then the last ones
+        are.
     """
     # Columns get their least widths at first, and what is left of `width` at the end.
     is_number, widths, full_widths = list[bool](), list[int](), list[int]()
@@ -54,18 +66,29 @@ def table_text(
         text = "\n".join(cells)
         full_widths.append(max(map(len, text.split("\n"))))
         words = max(map(len, _folded(text, 1, hanging)))  # of the longest word: no line is shorter
-        widths.append(max(min(full_widths[-1], max(_UNBROKEN, words)), *map(len, _folded(heading, 1, hanging))))
+        widths.append(
+            max(
+                min(full_widths[-1], max(_UNBROKEN, words)), *map(len, _folded(heading, 1, hanging))
+            )
+        )
     kept = list(range(len(headings)))
     drop_order = [*map(headings.index, optional), *kept[:0:-1]]
-    while (room := width - sum(widths[n] + len(_GAP) for n in kept) + len(_GAP)) < 0 and len(kept) > 1:
+    while (room := width - sum(widths[n] + len(_GAP) for n in kept) + len(_GAP)) < 0 and len(
+        kept
+    ) > 1:
         kept.remove(next(n for n in drop_order if n in kept))
-    for n in sorted(kept, key=lambda n: (n == 0, full_widths[n] - widths[n])):  # the first column gets what is left
+    # the first column gets what is left
+    for n in sorted(kept, key=lambda n: (n == 0, full_widths[n] - widths[n])):
         more = max(0, min(room, full_widths[n] - widths[n]))
         widths[n], room = widths[n] + more, room - more
     lines = []
     for row in (headings, *rows):
-        for parts in zip_longest(*(_folded(row[n], widths[n], "" if n else _GAP) for n in kept), fillvalue=""):
-            aligned = (f"{part:{'>' if is_number[n] else '<'}{widths[n]}}" for part, n in zip(parts, kept))
+        for parts in zip_longest(
+            *(_folded(row[n], widths[n], "" if n else _GAP) for n in kept), fillvalue=""
+        ):
+            aligned = (
+                f"{part:{'>' if is_number[n] else '<'}{widths[n]}}" for part, n in zip(parts, kept)
+            )
             lines.append(_GAP.join(aligned).rstrip())
         if row is headings:
             lines.append("─" * (sum(widths[n] + len(_GAP) for n in kept) - len(_GAP)))

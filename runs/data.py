@@ -1,4 +1,6 @@
-"""What the scenarios of the shipped run entries read, and whether it is on this machine. Imports no HELM."""
+"""What the scenarios of the shipped run entries read, and whether it is on this machine. Imports no
+HELM.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ class DataSet:
     """Data that a scenario reads.
 
     title: for people.
-    files: files or folders, relative to the folder, with the arguments of the run entry in braces; empty if only
-        `datasets` reads it, into its own cache.
-    scenario: name of HELM's folder below `benchmark_output/scenarios`; None if `FLEXGEN_HELM_DATA` names the folder.
+    files: files or folders, relative to the folder, with the arguments of the run entry in braces;
+        empty if only `datasets` reads it, into its own cache.
+    scenario: name of HELM's folder below `benchmark_output/scenarios`; None if `FLEXGEN_HELM_DATA`
+        names the folder.
     cached: its folder in the cache of `datasets`, which reads it from the hub otherwise.
     """
 
@@ -64,18 +67,27 @@ DATA: Mapping[str, DataSet | None] = {
     "lambada": DataSet("LAMBADA", (LAMBADA,), cached="EleutherAI___lambada_openai"),
     "wikitext": DataSet("WikiText-2", (WIKITEXT,), cached="EleutherAI___wikitext_document_level"),
     "mmlu": DataSet(
-        "MMLU", tuple(f"data/{split}/{{subject}}_{split}.csv" for split in ("dev", "test")), scenario="mmlu"
+        "MMLU",
+        tuple(f"data/{split}/{{subject}}_{split}.csv" for split in ("dev", "test")),
+        scenario="mmlu",
     ),
     "wikifact": DataSet(
-        "WikiFact", tuple(f"data/{split}.jsonl" for split in ("train", "dev", "test")), scenario="wikifact"
+        "WikiFact",
+        tuple(f"data/{split}.jsonl" for split in ("train", "dev", "test")),
+        scenario="wikifact",
     ),
     "summarization_xsum": DataSet("XSum", ("data/xsum.pk",), scenario="summarization"),
     "entity_matching": DataSet(
         "{dataset}",
-        tuple(f"data/{{dataset}}/{name}.csv" for name in ("tableA", "tableB", "train", "valid", "test")),
+        tuple(
+            f"data/{{dataset}}/{name}.csv"
+            for name in ("tableA", "tableB", "train", "valid", "test")
+        ),
         scenario="entity_matching",
     ),
-    "entity_data_imputation": DataSet("{dataset}", ("data/{dataset}",), scenario="entity_data_imputation"),
+    "entity_data_imputation": DataSet(
+        "{dataset}", ("data/{dataset}",), scenario="entity_data_imputation"
+    ),
     "error_detection": DataSet(
         "{dataset}",
         ("data/{dataset}/dirty.csv", "data/{dataset}/clean.csv"),
@@ -84,11 +96,16 @@ DATA: Mapping[str, DataSet | None] = {
     # HELM Lite
     "narrative_qa": DataSet(
         "NarrativeQA",
-        tuple(f"data/narrativeqa-master/{name}" for name in ("qaps.csv", "third_party/wikipedia/summaries.csv")),
+        tuple(
+            f"data/narrativeqa-master/{name}"
+            for name in ("qaps.csv", "third_party/wikipedia/summaries.csv")
+        ),
         scenario="narrativeqa",
     ),
     "natural_qa": DataSet(
-        "NaturalQuestions", tuple(f"data/nq-dev-0{part}.jsonl.gz" for part in range(5)), scenario="natural_qa"
+        "NaturalQuestions",
+        tuple(f"data/nq-dev-0{part}.jsonl.gz" for part in range(5)),
+        scenario="natural_qa",
     ),
     "commonsense": DataSet(
         "OpenbookQA",

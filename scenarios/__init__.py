@@ -1,7 +1,7 @@
 """Run specs that HELM lacks. Import this package as `flexgen_helm.scenarios` only.
 
-From the repository's root `import scenarios` would work too, and register everything a second time under another
-name, so it is refused.
+From the repository's root `import scenarios` would work too, and register everything a second time
+under another name, so it is refused.
 """
 
 from __future__ import annotations

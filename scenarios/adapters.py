@@ -1,8 +1,9 @@
 """Adapters of LAMBADA and WikiText-2: the windows and token counts that define their metrics.
 
-HELM chooses an adapter by its spec's method alone. A spec of a class below brings its own adapter (`make_adapter`,
-called by `flexgen_helm.plugin.helm_patches`) and keeps HELM's method, by which HELM displays the run. Without the
-plugin HELM would use the method's own adapter; our metrics refuse its requests.
+HELM chooses an adapter by its spec's method alone. A spec of a class below brings its own adapter
+(`make_adapter`, called by `flexgen_helm.plugin.helm_patches`) and keeps HELM's method, by which
+HELM displays the run. Without the plugin HELM would use the method's own adapter; our metrics
+refuse its requests.
 """
 
 from __future__ import annotations
@@ -46,15 +47,18 @@ class LastWordAdapterSpec(AdapterSpec):
 class WindowAdapter(LanguageModelingAdapter):
     """HELM's adapter with an option for the length of windows, which are sent as token ids.
 
-    HELM's own sends windows as text, which is encoded again. Tokens next to a border may then be others, or more, and
-    the client would put BOS before the middle of a document if the window has room for it.
+    HELM's own sends windows as text, which is encoded again. Tokens next to a border may then be
+    others, or more, and the client would put BOS before the middle of a document if the window has
+    room for it.
     """
 
     def _generate_requests(self, eval_instance: Instance) -> list[RequestState]:
         ids = _encode(self.window_service, eval_instance.input.text)
         prefix = _encode(self.window_service, self.window_service.prefix_token)
         if len(prefix) != 1:
-            raise UsageError(f"{self.adapter_spec.model_deployment} has no single token that begins a document")
+            raise UsageError(
+                f"{self.adapter_spec.model_deployment} has no single token that begins a document"
+            )
         states = []
         for window, conditioning in windows(ids, prefix[0], self._length()):
             request = TokenRequest(
@@ -75,8 +79,11 @@ class WindowAdapter(LanguageModelingAdapter):
     def _length(self) -> int:
         spec, service = self.adapter_spec, self.window_service
         assert isinstance(spec, WindowAdapterSpec)
-        # A request is a window and the token before it, and its last token is never fed to the model.
-        longest = min(service.max_request_length, service.max_sequence_and_generated_tokens_length) - 1
+        # A request is a window and the token before it, and its last token is never fed to the
+        # model.
+        longest = (
+            min(service.max_request_length, service.max_sequence_and_generated_tokens_length) - 1
+        )
         return min(spec.max_length, service.max_sequence_length, longest)
 
 
@@ -88,7 +95,8 @@ def windows(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int
         tokens       t0 t1 t2 t3 t4 t5 t6          length = 3
         window 1   P t0 t1 t2                      predicts t0 t1 t2 after the prefix P
         window 2           t2 t3 t4 t5             predicts t3 t4 t5
-        window 3              t3 t4 t5 t6          predicts t6: the last window is filled with context
+        window 3              t3 t4 t5 t6          predicts t6: the last window is filled with
+        context
 
     The model is fed at most `length` tokens, because the last token of a window is only predicted.
     """
@@ -103,7 +111,8 @@ def windows(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int
 class LastWordAdapter(Adapter):
     """One request per instance, for as many tokens as its reference has.
 
-    The spec's method decides: generate that many tokens after the context, or score the reference after it.
+    The spec's method decides: generate that many tokens after the context, or score the reference
+    after it.
     """
 
     def adapt(self, instances: list[Instance], parallelism: int) -> list[RequestState]:
@@ -135,11 +144,15 @@ def reference_text(instance: Instance) -> str:
 
 
 def token_counts(instance: Instance, service: WindowService) -> tuple[int, int]:
-    """Return the number of tokens of the context, and the number that the reference adds to them."""
+    """Return the number of tokens of the context, and the number that the reference adds to
+    them.
+    """
     context = len(_encode(service, instance.input.text))
     target = len(_encode(service, instance.input.text + reference_text(instance))) - context
     if target < 1:
-        raise UsageError(f"instance {instance.id}: the tokenizer joins the last word to its context")
+        raise UsageError(
+            f"instance {instance.id}: the tokenizer joins the last word to its context"
+        )
     return context, target
 
 

@@ -1,4 +1,6 @@
-"""Where a scenario's data comes from: the folder that `FLEXGEN_HELM_DATA` names, else the hub, else a refusal."""
+"""Where a scenario's data comes from: the folder that `FLEXGEN_HELM_DATA` names, else the hub, else
+a refusal.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ T = TypeVar("T")
 
 
 def read_local(name: str, parse: Callable[[str], T]) -> T | None:
-    """Return the parsed file `name` of the data folder; None where there is no folder or no such file.
+    """Return the parsed file `name` of the data folder; None where there is no folder or no such
+    file.
 
-    Raises `UsageError` for a file that cannot be read, which must not be mistaken for an absent one.
+    Raises `UsageError` for a file that cannot be read, which must not be mistaken for an absent
+    one.
     """
     folder = data_dir()
     path = folder / name if folder is not None else None
@@ -26,7 +30,9 @@ def read_local(name: str, parse: Callable[[str], T]) -> T | None:
         # As bytes, because reading as text would turn other line ends into '\n'.
         return parse(path.read_bytes().decode("utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read as scenario data: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"{path} cannot be read as scenario data: {type(error).__name__}: {error}"
+        ) from error
 
 
 def read_hub(title: str, name: str, repository: str, config: str, column: str) -> list[str]:
@@ -41,8 +47,9 @@ def read_hub(title: str, name: str, repository: str, config: str, column: str) -
     folder = data_dir()
     missing = "it is not set" if folder is None else f"{folder / name} does not exist"
     raise UsageError(
-        f"the data of {title} is not here: set FLEXGEN_HELM_DATA to a folder with {name} ({missing}), or let "
-        f"`datasets` read {repository} ({config}) from the hub once, with a network and HF_HUB_OFFLINE unset ({reason})"
+        f"the data of {title} is not here: set FLEXGEN_HELM_DATA to a folder with {name} "
+        f"({missing}), or let `datasets` read {repository} ({config}) from the hub once, with a "
+        f"network and HF_HUB_OFFLINE unset ({reason})"
     )
 
 
@@ -54,7 +61,8 @@ def _load_hub(repository: str, config: str, column: str) -> tuple[list[str], str
 
         rows: Any = load_dataset(repository, config, split="test")
         return [row[column] for row in rows], None
-    except Exception as error:  # of `datasets`, the hub's client, HTTP and Arrow, which share no base class
+    # of `datasets`, the hub's client, HTTP and Arrow, which share no base class
+    except Exception as error:
         message = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
         return [], f"{type(error).__name__}: {message}"
 

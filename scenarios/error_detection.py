@@ -1,4 +1,6 @@
-"""Error detection in tables: is the value of a cell wrong? The sixth data-wrangling task of the paper's table."""
+"""Error detection in tables: is the value of a cell wrong? The sixth data-wrangling task of the
+paper's table.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from pathlib import Path
 from random import Random
 
 from helm.benchmark.adaptation.common_adapter_specs import get_generation_adapter_spec
-from helm.benchmark.metrics.common_metric_specs import get_classification_metric_specs, get_exact_match_metric_specs
+from helm.benchmark.metrics.common_metric_specs import (
+    get_classification_metric_specs,
+    get_exact_match_metric_specs,
+)
 from helm.benchmark.presentation.taxonomy_info import TaxonomyInfo
 from helm.benchmark.run_spec import RunSpec, run_spec_function
 from helm.benchmark.scenarios.scenario import (
@@ -47,19 +52,22 @@ class Cell:
 
 
 class ErrorDetectionScenario(Scenario):
-    """One instance per cell of the dirty table, with its column's name: does it differ from the clean table?
+    """One instance per cell of the dirty table, with its column's name: does it differ from the
+    clean table?
 
         city: birminghxm        Yes
         state: al               No
 
-    Rows are split as in HELM's data imputation: a tenth for test, a fifth of the rest for validation, the others for
-    training. Examples of prompts are drawn from the training split, which gets as many right cells as wrong ones.
+    Rows are split as in HELM's data imputation: a tenth for test, a fifth of the rest for
+    validation, the others for training. Examples of prompts are drawn from the training split,
+    which gets as many right cells as wrong ones.
     """
 
     name = "error_detection"
     description = (
-        "Is a value of a table wrong? The task of [Narayan et al. (2022)](https://arxiv.org/abs/2205.09911) on the "
-        "tables of [Raha (2019)](https://github.com/BigDaMa/raha), in which about one cell in forty is."
+        "Is a value of a table wrong? The task of [Narayan et al. "
+        "(2022)](https://arxiv.org/abs/2205.09911) on the tables of [Raha "
+        "(2019)](https://github.com/BigDaMa/raha), in which about one cell in forty is."
     )
     tags = ["data_wrangling", "structured_reasoning"]
 
@@ -71,13 +79,19 @@ class ErrorDetectionScenario(Scenario):
         self.definition_path = "flexgen_helm/scenarios/error_detection.py"
 
     def get_instances(self, output_path: str) -> list[Instance]:
-        """Return all instances; files that are already below `output_path`/data are not fetched again."""
+        """Return all instances; files that are already below `output_path`/data are not fetched
+        again.
+        """
         rows = read_cells(Path(output_path) / "data" / self.dataset, self.dataset)
         draw = Random(self.seed)
         draw.shuffle(rows)
         tested = round(len(rows) / 10)
         validated = tested + round((len(rows) - tested) / 5)
-        splits = {TEST_SPLIT: rows[:tested], VALID_SPLIT: rows[tested:validated], TRAIN_SPLIT: rows[validated:]}
+        splits = {
+            TEST_SPLIT: rows[:tested],
+            VALID_SPLIT: rows[tested:validated],
+            TRAIN_SPLIT: rows[validated:],
+        }
         instances = []
         for split, members in splits.items():
             cells = [cell for row in members for cell in row]
@@ -103,14 +117,20 @@ class ErrorDetectionScenario(Scenario):
 def get_error_detection_run_spec(dataset: str = "Hospital") -> RunSpec:
     """Return the run spec of one of `DATASETS`."""
     if dataset not in DATASETS:
-        raise UsageError(f"error_detection: dataset is {dataset!r}; it must be one of {', '.join(DATASETS)}")
+        raise UsageError(
+            f"error_detection: dataset is {dataset!r}; it must be one of {', '.join(DATASETS)}"
+        )
     return RunSpec(
         name=f"error_detection:dataset={dataset}",
-        scenario_spec=ScenarioSpec(class_name=f"{__name__}.ErrorDetectionScenario", args={"dataset": dataset}),
-        adapter_spec=get_generation_adapter_spec(
-            instructions="Is there an error in the value of the attribute? Yes or No?", output_noun="Answer"
+        scenario_spec=ScenarioSpec(
+            class_name=f"{__name__}.ErrorDetectionScenario", args={"dataset": dataset}
         ),
-        metric_specs=get_exact_match_metric_specs() + get_classification_metric_specs(labels=list(LABELS)),
+        adapter_spec=get_generation_adapter_spec(
+            instructions=("Is there an error in the value of the attribute? Yes or No?"),
+            output_noun="Answer",
+        ),
+        metric_specs=get_exact_match_metric_specs()
+        + get_classification_metric_specs(labels=list(LABELS)),
         groups=["error_detection"],
     )
 
@@ -118,14 +138,17 @@ def get_error_detection_run_spec(dataset: str = "Hospital") -> RunSpec:
 def read_cells(folder: Path, dataset: str) -> list[list[Cell]]:
     """Return the cells of each row without placeholders.
 
-    Raises `UsageError` where the tables are neither in `folder` nor reachable, or are not the same cell by cell.
+    Raises `UsageError` where the tables are neither in `folder` nor reachable, or are not the same
+    cell by cell.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dirty, clean = (_read_table(folder / name, f"{SOURCE}/{DATASETS[dataset]}/{name}") for name in FILES)
+    dirty, clean = (
+        _read_table(folder / name, f"{SOURCE}/{DATASETS[dataset]}/{name}") for name in FILES
+    )
     if [len(row) for row in dirty] != [len(row) for row in clean] or len(dirty) < 2:
         raise UsageError(
-            f"{folder}: {FILES[0]} with {len(dirty)} rows and {FILES[1]} with {len(clean)} are not the same table "
-            "cell by cell; delete both, so that they are fetched anew"
+            f"{folder}: {FILES[0]} with {len(dirty)} rows and {FILES[1]} with {len(clean)} are not "
+            "the same table cell by cell; delete both, so that they are fetched anew"
         )
     columns = dirty[0]  # the clean table names them differently
     return [
@@ -142,12 +165,16 @@ def _read_table(path: Path, source: str) -> list[list[str]]:
     try:
         ensure_file_downloaded(source_url=source, target_path=str(path))
     except OSError as error:
-        raise UsageError(f"{path} is not there and {source} cannot be read ({error}); put it there") from error
+        raise UsageError(
+            f"{path} is not there and {source} cannot be read ({error}); put it there"
+        ) from error
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return list(csv.reader(file, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as a table: {error}; delete it, so that it is fetched anew") from error
+        raise UsageError(
+            f"{path} cannot be read as a table: {error}; delete it, so that it is fetched anew"
+        ) from error
 
 
 def _instance(cell: Cell, split: str) -> Instance:

@@ -33,15 +33,17 @@ MODES = {
 
 
 class LambadaScenario(Scenario):
-    """The test split, one passage per instance: the text before the last space, and the space and last word.
+    """The test split, one passage per instance: the text before the last space, and the space and
+    last word.
 
-    mode: one of `MODES`. The instances are the same; it only decides which metric leads HELM's tables.
+    mode: one of `MODES`. The instances are the same; it only decides which metric leads HELM's
+        tables.
     """
 
     name = "lambada"
     description = (
-        "LAMBADA (OpenAI's version), test split: passages whose last word can be guessed only from all of the "
-        "passage, as in the task 'lambada_openai' of lm-evaluation-harness "
+        "LAMBADA (OpenAI's version), test split: passages whose last word can be guessed only from "
+        "all of the passage, as in the task 'lambada_openai' of lm-evaluation-harness "
         "[(Paperno et al., 2016)](https://arxiv.org/pdf/1606.06031.pdf)."
     )
     tags = ["language_modeling", "last_word_prediction"]
@@ -57,7 +59,10 @@ class LambadaScenario(Scenario):
         """Return all instances; `output_path` stays empty."""
         passages = read_passages()
         if len(passages) != PASSAGES:
-            hwarn(f"LAMBADA has {PASSAGES} passages, this data {len(passages)}: figures are not those of the whole set")
+            hwarn(
+                f"LAMBADA has {PASSAGES} passages, this data {len(passages)}: figures are not "
+                "those of the whole set"
+            )
         return [_instance(passage) for passage in passages]
 
     def get_metadata(self) -> ScenarioMetadata:
@@ -66,7 +71,11 @@ class LambadaScenario(Scenario):
             display_name=f"LAMBADA ({self.mode})",
             description=self.description,
             taxonomy=TaxonomyInfo(
-                task="last word prediction", what="novels", when="before 2016", who="novelists", language="English"
+                task="last word prediction",
+                what="novels",
+                when="before 2016",
+                who="novelists",
+                language="English",
             ),
             main_metric=MODES[self.mode][1],
             main_split="test",
@@ -75,7 +84,9 @@ class LambadaScenario(Scenario):
 
 @run_spec_function("lambada")
 def get_lambada_run_spec(mode: str = "accuracy") -> RunSpec:
-    """Return the run spec of one mode: 'accuracy' generates the last word, 'perplexity' scores it."""
+    """Return the run spec of one mode: 'accuracy' generates the last word, 'perplexity' scores
+    it.
+    """
     if mode not in MODES:
         raise UsageError(f"lambada: mode is {mode!r}; it must be one of {', '.join(MODES)}")
     method, _, metric = MODES[mode]
@@ -99,7 +110,9 @@ def get_lambada_run_spec(mode: str = "accuracy") -> RunSpec:
 
 
 def read_passages() -> list[str]:
-    """Return the passages from the data folder or the hub. Raises `UsageError` where neither has them."""
+    """Return the passages from the data folder or the hub. Raises `UsageError` where neither has
+    them.
+    """
     passages = read_local(FILE, json_lines("text"))
     if passages is not None:
         return passages
@@ -114,4 +127,6 @@ def split_passage(passage: str) -> tuple[str, str]:
 
 def _instance(passage: str) -> Instance:
     context, target = split_passage(passage)
-    return Instance(Input(context), [Reference(Output(target), tags=[CORRECT_TAG])], split=TEST_SPLIT)
+    return Instance(
+        Input(context), [Reference(Output(target), tags=[CORRECT_TAG])], split=TEST_SPLIT
+    )

@@ -1,7 +1,8 @@
 """The metrics of LAMBADA and WikiText-2, as lm-evaluation-harness defines them.
 
-Every instance gets its sums (log-probability, tokens, words, bytes), and every score follows from the sums over all
-instances. HELM's own language-modelling metric knows neither words nor targets, and counts bytes after detokenizing.
+Every instance gets its sums (log-probability, tokens, words, bytes), and every score follows from
+the sums over all instances. HELM's own language-modelling metric knows neither words nor targets,
+and counts bytes after detokenizing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from collections.abc import Mapping, Sequence
 
 from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.metrics.basic_metrics import compute_request_state_metrics, get_request_state_metrics_metadata
+from helm.benchmark.metrics.basic_metrics import (
+    compute_request_state_metrics,
+    get_request_state_metrics_metadata,
+)
 from helm.benchmark.metrics.efficiency_metrics import EfficiencyMetric
 from helm.benchmark.metrics.metric import (
     MetricInterface,
@@ -35,7 +39,9 @@ from flexgen_helm.scenarios.adapters import reference_text, token_counts
 
 
 class _SumsMetric(MetricInterface):
-    """Statistics per instance and over all of them; a subclass says what is summed and which scores follow."""
+    """Statistics per instance and over all of them; a subclass says what is summed and which scores
+    follow.
+    """
 
     def __init__(self) -> None:
         self._efficiency = EfficiencyMetric()
@@ -55,7 +61,11 @@ class _SumsMetric(MetricInterface):
     def own_metadata(self) -> list[MetricMetadata]: ...
 
     def evaluate(
-        self, scenario_state: ScenarioState, metric_service: MetricService, eval_cache_path: str, parallelism: int
+        self,
+        scenario_state: ScenarioState,
+        metric_service: MetricService,
+        eval_cache_path: str,
+        parallelism: int,
     ) -> MetricResult:
         spec = scenario_state.adapter_spec
         service = WindowServiceFactory.get_window_service(spec.model_deployment, metric_service)
@@ -68,14 +78,18 @@ class _SumsMetric(MetricInterface):
         for states in by_instance.values():
             stats: dict[MetricName, Stat] = {}
             for state in states:
-                for stat in compute_request_state_metrics(self._efficiency, spec, state, metric_service):
+                for stat in compute_request_state_metrics(
+                    self._efficiency, spec, state, metric_service
+                ):
                     merge_stat(stats, stat)
             for name, value in self.sums(states, service).items():
                 merge_stat(stats, Stat(MetricName(name)).add(value))
             instance = states[0].instance
             context = MetricContext.from_instance(instance)
             with_context = [add_context(stat, context) for stat in stats.values()]
-            per_instance.append(PerInstanceStats(str(instance.id), instance.perturbation, 0, with_context))
+            per_instance.append(
+                PerInstanceStats(str(instance.id), instance.perturbation, 0, with_context)
+            )
             merge_stat(stats, Stat(MetricName("num_instances")).add(1))
             for stat in stats.values():
                 merge_stat(totals[context], stat)
@@ -85,7 +99,9 @@ class _SumsMetric(MetricInterface):
         aggregated = []
         for context, stats in totals.items():
             num_instances = stats[MetricName("num_instances")].count
-            scores = self.scores({name.name: stat.sum for name, stat in stats.items()}, num_instances)
+            scores = self.scores(
+                {name.name: stat.sum for name, stat in stats.items()}, num_instances
+            )
             means = {name.name: stat.mean for name, stat in stats.items()}
             for name, value in {**means, "num_instances": num_instances, **scores}.items():
                 aggregated.append(add_context(Stat(MetricName(name)).add(value), context))
@@ -94,7 +110,11 @@ class _SumsMetric(MetricInterface):
     def get_metadata(self) -> list[MetricMetadata]:
         return [
             *get_request_state_metrics_metadata(self._efficiency),
-            MetricMetadata(name="num_instances", display_name="# eval", description="Number of evaluation instances."),
+            MetricMetadata(
+                name="num_instances",
+                display_name="# eval",
+                description="Number of evaluation instances.",
+            ),
             *self.own_metadata(),
         ]
 
@@ -106,9 +126,11 @@ class LambadaAccuracyMetric(_SumsMetric):
         (state,) = states
         context, target = token_counts(state.instance, service)
         if state.request.max_tokens != target:
-            raise _other_request(state, f"it asks for {state.request.max_tokens} tokens, the last word has {target}")
-        # By tokens and not by text, which different tokens may share. Clients write them as their tokenizer does, or,
-        # as HELM's own, as it decodes each: `Ġfox` is ` fox` then.
+            raise _other_request(
+                state, f"it asks for {state.request.max_tokens} tokens, the last word has {target}"
+            )
+        # By tokens and not by text, which different tokens may share. Clients write them as their
+        # tokenizer does, or, as HELM's own, as it decodes each: `Ġfox` is ` fox` then.
         passage = state.instance.input.text + reference_text(state.instance)
         ids = service.encode(passage).tokens[context:]
         spellings = service.tokenize(passage)[context:], [service.decode([token]) for token in ids]
@@ -119,7 +141,9 @@ class LambadaAccuracyMetric(_SumsMetric):
 
     def own_metadata(self) -> list[MetricMetadata]:
         # HELM's own words, because HELM's tables know this metric by its name.
-        text = "Fraction of instances that the predicted output matches a correct reference exactly."
+        text = (
+            "Fraction of instances that the predicted output matches a correct reference exactly."
+        )
         return [MetricMetadata("exact_match", "Exact match", "EM", text, False, "accuracy")]
 
 
@@ -131,9 +155,14 @@ class LambadaPerplexityMetric(_SumsMetric):
         context, target = token_counts(state.instance, service)
         tokens = _tokens(state)
         if state.num_conditioning_tokens != context or len(tokens) != context + target:
-            raise _other_request(state, f"{len(tokens)} tokens came back, the passage has {context + target}")
+            raise _other_request(
+                state, f"{len(tokens)} tokens came back, the passage has {context + target}"
+            )
         scored = tokens[context:]
-        return {"logprob": sum(token.logprob for token in scored), "num_perplexity_tokens": len(scored)}
+        return {
+            "logprob": sum(token.logprob for token in scored),
+            "num_perplexity_tokens": len(scored),
+        }
 
     def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
         perplexity = math.exp(-total["logprob"] / num_instances)
@@ -142,7 +171,9 @@ class LambadaPerplexityMetric(_SumsMetric):
     def own_metadata(self) -> list[MetricMetadata]:
         text = "Exponential of the mean over passages of -log p(last word | context)."
         return [
-            MetricMetadata("target_perplexity", "Target perplexity", "Target PPL", text, True, "perplexity"),
+            MetricMetadata(
+                "target_perplexity", "Target perplexity", "Target PPL", text, True, "perplexity"
+            ),
             _perplexity_metadata("target_perplexity"),
             *_sums_metadata(),
         ]
@@ -156,12 +187,15 @@ class WikitextMetric(_SumsMetric):
         for state in states:
             tokens = _tokens(state)
             if not isinstance(state.request, TokenRequest):
-                raise _other_request(state, "it is text, whose tokens next to a window's border may be others")
+                raise _other_request(
+                    state, "it is text, whose tokens next to a window's border may be others"
+                )
             window = len(state.request.prompt_token_ids)
             if len(tokens) != window:
                 raise FlexgenError(
-                    f"{len(tokens)} tokens came back for a window of {window}: {state.request.model_deployment} "
-                    "takes no token ids, which wikitext needs; use a flexgen/ model"
+                    f"{len(tokens)} tokens came back for a window of {window}: "
+                    f"{state.request.model_deployment} takes no token ids, which wikitext needs; "
+                    "use a flexgen/ model"
                 )
             scored = tokens[state.num_conditioning_tokens :]
             logprob += sum(token.logprob for token in scored)
@@ -207,8 +241,16 @@ class WikitextMetric(_SumsMetric):
             MetricMetadata("bits_per_byte", "Bits/byte", "BPB", bits, True, "perplexity"),
             _perplexity_metadata("token_perplexity"),
             *_sums_metadata(),
-            MetricMetadata(name="num_words", display_name="# words", description="Mean words of an original page."),
-            MetricMetadata(name="num_bytes", display_name="# bytes", description="Mean bytes of an original page."),
+            MetricMetadata(
+                name="num_words",
+                display_name="# words",
+                description="Mean words of an original page.",
+            ),
+            MetricMetadata(
+                name="num_bytes",
+                display_name="# bytes",
+                description="Mean bytes of an original page.",
+            ),
         ]
 
 
@@ -218,10 +260,12 @@ def _tokens(state: RequestState) -> list[Token]:
 
 
 def _other_request(state: RequestState, difference: str) -> FlexgenError:
-    """Return the error for a request that our adapters did not make: its score would be another metric."""
+    """Return the error for a request that our adapters did not make: its score would be another
+    metric.
+    """
     return FlexgenError(
-        f"instance {state.instance.id}: the request is not the one that defines this figure ({difference}); it needs "
-        "the plugin's adapters and HELM 0.5.16: run flexgen-helm doctor"
+        f"instance {state.instance.id}: the request is not the one that defines this figure "
+        f"({difference}); it needs the plugin's adapters and HELM 0.5.16: run flexgen-helm doctor"
     )
 
 

@@ -1,4 +1,6 @@
-"""WikiText-2 as lm-evaluation-harness's task `wikitext` reads it: 62 pages, detokenized, scored as running text."""
+"""WikiText-2 as lm-evaluation-harness's task `wikitext` reads it: 62 pages, detokenized, scored as
+running text.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from helm.benchmark.adaptation.adapter_spec import ADAPT_LANGUAGE_MODELING
 from helm.benchmark.metrics.metric import MetricSpec
 from helm.benchmark.presentation.taxonomy_info import TaxonomyInfo
 from helm.benchmark.run_spec import RunSpec, run_spec_function
-from helm.benchmark.scenarios.scenario import TEST_SPLIT, Input, Instance, Scenario, ScenarioMetadata, ScenarioSpec
+from helm.benchmark.scenarios.scenario import (
+    TEST_SPLIT,
+    Input,
+    Instance,
+    Scenario,
+    ScenarioMetadata,
+    ScenarioSpec,
+)
 from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.errors import UsageError
@@ -24,14 +33,16 @@ MAX_LENGTH = 2048
 class WikitextScenario(Scenario):
     """The test split of WikiText-2 (raw), one page per instance.
 
-    Words and bytes are counted before detokenizing, because perplexities per word and per byte are defined by them;
+    Words and bytes are counted before detokenizing, because perplexities per word and per byte are
+    defined by them;
     `extra_data` has the counts.
     """
 
     name = "wikitext"
     description = (
-        "WikiText-2 (raw), test split: 62 pages of Wikipedia as running text, as in the task 'wikitext' of "
-        "lm-evaluation-harness [(Merity et al., 2016)](https://arxiv.org/pdf/1609.07843.pdf)."
+        "WikiText-2 (raw), test split: 62 pages of Wikipedia as running text, as in the task "
+        "'wikitext' of lm-evaluation-harness [(Merity et al., "
+        "2016)](https://arxiv.org/pdf/1609.07843.pdf)."
     )
     tags = ["language_modeling"]
 
@@ -42,9 +53,14 @@ class WikitextScenario(Scenario):
         """Return all instances; `output_path` stays empty."""
         pages = read_pages()
         if len(pages) != PAGES:
-            hwarn(f"WikiText-2 has {PAGES} pages, this data {len(pages)}: figures are not those of the whole test set")
+            hwarn(
+                f"WikiText-2 has {PAGES} pages, this data {len(pages)}: figures are not those of "
+                "the whole test set"
+            )
         return [
-            Instance(Input(detokenize(page)), references=[], split=TEST_SPLIT, extra_data=page_size(page))
+            Instance(
+                Input(detokenize(page)), references=[], split=TEST_SPLIT, extra_data=page_size(page)
+            )
             for page in pages
         ]
 
@@ -54,7 +70,11 @@ class WikitextScenario(Scenario):
             display_name="WikiText-2",
             description=self.description,
             taxonomy=TaxonomyInfo(
-                task="language modeling", what="Wikipedia", when="2010s", who="web users", language="English"
+                task="language modeling",
+                what="Wikipedia",
+                when="2010s",
+                who="web users",
+                language="English",
             ),
             main_metric="word_perplexity",
             main_split="test",
@@ -63,9 +83,14 @@ class WikitextScenario(Scenario):
 
 @run_spec_function("wikitext")
 def get_wikitext_run_spec(max_length: int = MAX_LENGTH) -> RunSpec:
-    """Return the run spec. max_length: maximum number of tokens a window predicts; the model's positions bound it."""
+    """Return the run spec. max_length: maximum number of tokens a window predicts; the model's
+    positions bound it.
+    """
     if not isinstance(max_length, int) or max_length < 1:
-        raise UsageError(f"wikitext: max_length is {max_length!r}; it must be a whole number of tokens, 1 or more")
+        raise UsageError(
+            f"wikitext: max_length is {max_length!r}; it must be a whole number of tokens, 1 or "
+            "more"
+        )
     return RunSpec(
         name="wikitext" if max_length == MAX_LENGTH else f"wikitext:max_length={max_length}",
         scenario_spec=ScenarioSpec(class_name=f"{__name__}.WikitextScenario"),
@@ -87,19 +112,23 @@ def get_wikitext_run_spec(max_length: int = MAX_LENGTH) -> RunSpec:
 
 
 def read_pages() -> list[str]:
-    """Return the pages from the data folder or the hub. Raises `UsageError` where neither has them."""
+    """Return the pages from the data folder or the hub. Raises `UsageError` where neither has
+    them.
+    """
     pages = read_local(FILE, split_pages)
     if pages is not None:
         return pages
-    return read_hub("WikiText-2", FILE, "EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", "page")
+    return read_hub(
+        "WikiText-2", FILE, "EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", "page"
+    )
 
 
 def split_pages(text: str) -> list[str]:
     """Split at lines that look like a title (` = Robert Boulter = `).
 
-    Section titles have more signs (` = = Career = = `). A formula on a line of its own (` = 1 henry and
-    capacitance C = `) looks like a title too, so the test split has 62 pages for 60 articles. Results in the
-    literature are computed from this reading.
+    Section titles have more signs (` = = Career = = `). A formula on a line of its own
+    (` = 1 henry and capacitance C = `) looks like a title too, so the test split has 62 pages for
+    60 articles. Results in the literature are computed from this reading.
     """
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
@@ -116,12 +145,16 @@ def _is_title(line: str) -> bool:
 
 
 def page_size(page: str) -> dict[str, int]:
-    """Return the words (pieces between white space, also an empty one at either end) and bytes of a page."""
+    """Return the words (pieces between white space, also an empty one at either end) and bytes of a
+    page.
+    """
     return {"words": len(re.split(r"\s+", page)), "bytes": len(page.encode("utf-8"))}
 
 
 def _between(opening: str, closing: str) -> tuple[re.Pattern[str], str]:
-    """Return a rule that drops white space just inside a pair, up to the next closing sign: pairs are not nested."""
+    """Return a rule that drops white space just inside a pair, up to the next closing sign: pairs
+    are not nested.
+    """
     inside = rf"\s*([^{re.escape(closing)}]*?)\s*"
     return re.compile(re.escape(opening) + inside + re.escape(closing)), rf"{opening}\1{closing}"
 
@@ -130,8 +163,8 @@ def _exactly(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], st
     return [(re.compile(re.escape(old)), new) for old, new in pairs]
 
 
-# The order matters: each rule sees what those before it left. The harness has one rule more (for an apostrophe, a
-# digit and two slashes), which nothing in the test split matches.
+# The order matters: each rule sees what those before it left. The harness has one rule more (for an
+# apostrophe, a digit and two slashes), which nothing in the test split matches.
 _RULES: list[tuple[re.Pattern[str], str]] = [
     *_exactly([("s '", "s'")]),
     *_exactly((f" @{sign}@ ", sign) for sign in "-,."),
@@ -143,7 +176,9 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
 
 
 def detokenize(page: str) -> str:
-    """Undo WikiText's tokenization (` @-@ `, spaces before punctuation and inside brackets) as the harness does."""
+    """Undo WikiText's tokenization (` @-@ `, spaces before punctuation and inside brackets) as the
+    harness does.
+    """
     for pattern, replacement in _RULES:
         page = pattern.sub(replacement, page)
     return page

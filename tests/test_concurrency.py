@@ -19,7 +19,8 @@ import pytest
 from flexgen_helm.concurrency import computed_ahead, single_flight
 
 THREADS = 32
-# What `transformers` does: the module that others may see unfinished is replaced at the end of its import.
+# What `transformers` does: the module that others may see unfinished is replaced at the end of its
+# import.
 REPLACES_ITSELF = """
 import sys, time, types
 time.sleep(0.2)
@@ -52,10 +53,14 @@ print(len(errors))
 
 def in_new_process(program: str, *arguments: Path) -> str:
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=120
+    ).stdout.strip()
 
 
-@pytest.mark.parametrize(("guard", "errors"), [("import_lock('replaces_itself')", "0"), ("nullcontext()", "7")])
+@pytest.mark.parametrize(
+    ("guard", "errors"), [("import_lock('replaces_itself')", "0"), ("nullcontext()", "7")]
+)
 def test_a_package_that_replaces_itself_is_imported_whole(tmp_path, guard, errors):
     (tmp_path / "replaces_itself.py").write_text(REPLACES_ITSELF)
     assert in_new_process(IMPORT_NAME.format(guard=guard), tmp_path) == errors

@@ -1,4 +1,6 @@
-"""One record of options, three surfaces: Python keywords, flags of the command line, arguments of a deployment."""
+"""One record of options, three surfaces: Python keywords, flags of the command line, arguments of a
+deployment.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,20 @@ from flexgen_helm.planner.policy import SCHEDULES
 from flexgen_helm.plugin.model_names import ARGUMENTS, find_model
 from flexgen_helm.quant.precisions import PRECISIONS
 
-# What users write today; a name that is missing here is new, a name that is missing there breaks them.
+# What users write today; a name that is missing here is new, a name that is missing there breaks
+# them.
 KEYWORDS = {
-    "revision", "precision", "limits", "policy", "schedule", "offload_dir", "device", "overlap", "cpu_attention",
-    "weights", "seed", "link_gb_s", "disk_gb_s", "pipeline_layers", "max_latency", "apply_chat_template",
-    "chat_template_kwargs",
+    "revision", "precision", "limits", "policy", "schedule", "offload_dir", "device", "overlap",
+    "cpu_attention", "weights", "seed", "link_gb_s", "disk_gb_s", "pipeline_layers", "max_latency",
+    "apply_chat_template", "chat_template_kwargs",
     "system_prompt", "thinking_budget", "unverified", "batch_invariant", "generation_config",
 }  # fmt: skip
 FLAGS = {
-    "--precision", "--policy", "--schedule", "--gpu-memory", "--cpu-memory", "--disk", "--offload-dir", "--device",
-    "--link", "--disk-rates", "--pipeline-layers", "--no-overlap", "--no-cpu-attention",
-    "--dummy-weights", "--max-latency", "--chat-template", "--chat-template-kwargs", "--system-prompt",
-    "--thinking-budget", "--unverified", "--batch-invariant", "--generation-config",
+    "--precision", "--policy", "--schedule", "--gpu-memory", "--cpu-memory", "--disk",
+    "--offload-dir", "--device", "--link", "--disk-rates", "--pipeline-layers", "--no-overlap",
+    "--no-cpu-attention", "--dummy-weights", "--max-latency", "--chat-template",
+    "--chat-template-kwargs", "--system-prompt", "--thinking-budget", "--unverified",
+    "--batch-invariant", "--generation-config",
 }  # fmt: skip
 
 
@@ -46,7 +50,10 @@ def test_every_default_is_its_own_parsed_value():
     config = EngineConfig()
     assert all(getattr(config, name) == spec.default for name, spec in OPTIONS.items())
     assert EngineConfig(**dict.fromkeys(OPTIONS)) == config  # null in YAML means the default
-    assert EngineConfig(**{name: value for name, value in vars(config).items() if value is not None}) == config
+    assert (
+        EngineConfig(**{name: value for name, value in vars(config).items() if value is not None})
+        == config
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,11 +78,17 @@ def test_a_precision_may_be_a_record_of_formats():
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"precision": "3bit"}, "precision '3bit' is not available.*take one of fp16, fp16-s, 8bit"),
+        (
+            {"precision": "3bit"},
+            "precision '3bit' is not available.*take one of fp16, fp16-s, 8bit",
+        ),
         ({"policy": "4x1,50,50"}, "not of the form"),
         ({"policy": 4}, "not of the form"),
         ({"precision": 4}, "precision 4 is not available"),
-        ({"schedule": "spiral"}, f"take {', '.join(('auto', *SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}"),
+        (
+            {"schedule": "spiral"},
+            f"take {', '.join(('auto', *SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}",
+        ),
         ({"limits": MemoryLimits(cpu=-1)}, "the limit of the cpu tier, -1, is no size"),
         ({"limits": {"cpu": True}}, "the limit of the cpu tier, True, is no size"),
         ({"limits": 5}, "limits 5 must be sizes"),
@@ -107,15 +120,24 @@ def test_a_value_that_cannot_be_used_is_refused_in_a_sentence(options, says):
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="kv_dtype"):
         Engine.from_pretrained("opt-125m", weights="dummy", kv_dtype="fp16")
-    with pytest.raises(UsageError, match="unknown argument 'kv_dtype'; known are path, revision, precision, policy"):
+    with pytest.raises(
+        UsageError,
+        match=("unknown argument 'kv_dtype'; known are path, revision, precision, policy"),
+    ):
         find_model("flexgen/opt-125m", {"kv_dtype": "fp16"})
 
 
 def test_a_name_of_the_users_own_file_brings_its_options(tiny, tmp_path, monkeypatch):
     file = tmp_path / "models.yaml"
-    entries = {"mine": {"path": str(tiny("llama").path), "precision": "4bit", "offload_dir": str(tmp_path)}}
+    entries = {
+        "mine": {"path": str(tiny("llama").path), "precision": "4bit", "offload_dir": str(tmp_path)}
+    }
     file.write_text(json.dumps(entries))
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(file))
-    for options, precision in [({}, "4bit"), ({"precision": "fp16"}, "fp16"), ({"precision": None}, "4bit")]:
+    for options, precision in [
+        ({}, "4bit"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"precision": None}, "4bit"),
+    ]:
         with Engine.from_pretrained("mine", **options) as engine:
             assert (engine.name, engine.precision) == ("mine", precision)

@@ -1,4 +1,6 @@
-"""Everything that is shipped imports only what setup.cfg declares, and no bound admits a version with an advisory."""
+"""Everything that is shipped imports only what setup.cfg declares, and no bound admits a version
+with an advisory.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def imported(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").split(".")[0])
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
-            names |= {str(arg.value).split(".")[0] for arg in node.args if isinstance(arg, ast.Constant)}
+            names |= {
+                str(arg.value).split(".")[0] for arg in node.args if isinstance(arg, ast.Constant)
+            }
     return names - set(sys.stdlib_module_names) - OURS
 
 
@@ -65,7 +69,11 @@ def distributions() -> dict[str, list[str]]:
 
 
 def requirements(text: str) -> list[Requirement]:
-    return [Requirement(line) for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    return [
+        Requirement(line)
+        for line in text.splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
 
 
 @cache
@@ -114,10 +122,15 @@ def test_every_import_is_declared(folder):
 
 
 def test_an_undeclared_import_is_found():
-    source = "import os\nimport torch.nn\ndef f():\n    from requests.adapters import HTTPAdapter\n    import triton"
+    source = (
+        "import os\nimport torch.nn\ndef f():\n    from requests.adapters import HTTPAdapter\n    "
+        "import triton"
+    )
     assert missing(source, {"torch"}) == ["requests"]
     assert missing("import yaml", names("")) == [] and missing("import yaml", {"torch"}) == ["yaml"]
-    assert missing("import pytest\npytest.importorskip('nowhere_at_all')", names("dev")) == ["nowhere_at_all"]
+    assert missing("import pytest\npytest.importorskip('nowhere_at_all')", names("dev")) == [
+        "nowhere_at_all"
+    ]
 
 
 # A row of SECURITY.md: package, first version without the hole, advisories, why it matters.
@@ -125,21 +138,33 @@ _ADVISORY = re.compile(r"^\| ([\w-]+) \| ([\d.]+) \| (CVE-[^|]+) \| [^|]+ \|$", 
 
 
 def admitted(requirement: Requirement, first_good: str) -> list[str]:
-    """Versions before `first_good` that a requirement admits, among those just below it and all releases of old."""
+    """Versions before `first_good` that a requirement admits, among those just below it and all
+    releases of old.
+    """
     good = Version(first_good)
     below = [
         Version(".".join(map(str, (*good.release[:index], good.release[index] - 1, 999))))
         for index in range(len(good.release))
         if good.release[index]
     ]
-    return [str(version) for version in (*below, Version("0.1")) if requirement.specifier.contains(version)]
+    return [
+        str(version)
+        for version in (*below, Version("0.1"))
+        if requirement.specifier.contains(version)
+    ]
 
 
 def test_bounds_exclude_versions_with_advisories():
     rows = _ADVISORY.findall((ROOT / "SECURITY.md").read_text(encoding="utf-8"))
-    bounds = {canonicalize_name(bound.name): bound for extra in declared().values() for bound in extra}
+    bounds = {
+        canonicalize_name(bound.name): bound for extra in declared().values() for bound in extra
+    }
     assert {name for name, _, _ in rows} >= {"transformers", "torch", "jinja2"}
-    assert {name: old for name, first, _ in rows if (old := admitted(bounds[canonicalize_name(name)], first))} == {}
+    assert {
+        name: old
+        for name, first, _ in rows
+        if (old := admitted(bounds[canonicalize_name(name)], first))
+    } == {}
     first_torch = dict((name, first) for name, first, _ in rows)["torch"]
     assert ".".join(map(str, OLDEST_TORCH)) == first_torch, "what `convert` asks for"
 

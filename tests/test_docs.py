@@ -1,4 +1,6 @@
-"""The docs name only what exists: links, files, variables, commands, make targets; generated pages are up to date."""
+"""The docs name only what exists: links, files, variables, commands, make targets; generated pages
+are up to date.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,18 @@ def anchors(text: str) -> set[str]:
 
 def broken_links(page: Path, text: str) -> list[str]:
     """Relative links of a page, in markdown or HTML, whose file or heading does not exist."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)) + re.findall(
+        r'(?:src|srcset|href)="([^"]+)"', text
+    )
     broken = []
     for target in targets:
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name) if name else page
-        if not file.exists() or (anchor and anchor not in anchors(file.read_text(encoding="utf-8"))):
+        if not file.exists() or (
+            anchor and anchor not in anchors(file.read_text(encoding="utf-8"))
+        ):
             broken.append(target)
     return broken
 
@@ -56,13 +62,18 @@ def test_tables_have_a_head():
 
 
 def test_links_lead_somewhere():
-    found = {name_of(page): broken_links(page, page.read_text(encoding="utf-8")) for page in pages()}
+    found = {
+        name_of(page): broken_links(page, page.read_text(encoding="utf-8")) for page in pages()
+    }
     assert {page: broken for page, broken in found.items() if broken} == {}
 
 
 def test_a_broken_link_is_found():
     page = DOCS / "index.md"
-    text = "[a](tutorial.md) [b](nowhere.md) [c](tutorial.md#nowhere) [d](#where-to-start) [e](https://x.org)"
+    text = (
+        "[a](tutorial.md) [b](nowhere.md) [c](tutorial.md#nowhere) [d](#where-to-start) "
+        "[e](https://x.org)"
+    )
     assert broken_links(page, text) == ["nowhere.md", "tutorial.md#nowhere"]
 
 
@@ -80,13 +91,19 @@ def tracked_text() -> Iterator[tuple[str, str]]:
 
 def absent_pages(text: str) -> list[str]:
     """Paths such as docs/helm.md that are named in a text and do not exist."""
-    named = re.findall(r"(?<![\w./-])((?:docs|tests|examples|benchmarks|scenarios|runs)/[\w./-]*[\w-]\.\w+)", text)
+    named = re.findall(
+        r"(?<![\w./-])((?:docs|tests|examples|benchmarks|scenarios|runs)/[\w./-]*[\w-]\.\w+)", text
+    )
     return sorted({name for name in named if not (ROOT / name).exists()})
 
 
 def test_pages_and_files_that_are_named_exist():
     this = name_of(Path(__file__))
-    found = {name: absent for name, text in tracked_text() if name != this and (absent := absent_pages(text))}
+    found = {
+        name: absent
+        for name, text in tracked_text()
+        if name != this and (absent := absent_pages(text))
+    }
     assert found == {}
 
 
@@ -98,7 +115,13 @@ def test_an_absent_page_is_found():
 
 
 def test_every_environment_variable_is_described():
-    listed = set(re.findall(r"^\| `(FLEXGEN_HELM_\w+)`", (DOCS / "reference/environment.md").read_text(), re.MULTILINE))
+    listed = set(
+        re.findall(
+            r"^\| `(FLEXGEN_HELM_\w+)`",
+            (DOCS / "reference/environment.md").read_text(),
+            re.MULTILINE,
+        )
+    )
     shipped = ("flexgen_helm/", "scenarios/", "benchmarks/")
     used = {
         name
@@ -115,12 +138,16 @@ def test_the_command_reference_is_up_to_date():
 
 
 def test_the_catalogue_of_errors_is_up_to_date():
-    assert (DOCS / "reference" / "errors.md").read_text() == load(DOCS / "errors.py").page(), "run `make pages`"
+    assert (DOCS / "reference" / "errors.md").read_text() == load(DOCS / "errors.py").page(), (
+        "run `make pages`"
+    )
 
 
 @pytest.mark.fast(1)
 def test_the_chart_is_up_to_date():
-    assert (DOCS / "images" / "measured.svg").read_text() == load(DOCS / "figures.py").chart(), "run `make pages`"
+    assert (DOCS / "images" / "measured.svg").read_text() == load(DOCS / "figures.py").chart(), (
+        "run `make pages`"
+    )
 
 
 def shell_lines(text: str) -> Iterator[str]:
@@ -130,7 +157,9 @@ def shell_lines(text: str) -> Iterator[str]:
 
 
 def shown_commands() -> list[str]:
-    """Command lines of the docs that can be typed as they are, without what a shell does with their output."""
+    """Command lines of the docs that can be typed as they are, without what a shell does with their
+    output.
+    """
     lines = {line for page in pages() for line in shell_lines(page.read_text(encoding="utf-8"))}
     typed = {line.partition(" >")[0] for line in lines if line.startswith("flexgen-helm ")}
     return sorted(line for line in typed if not re.search(r"[<…\[]|\b(MODEL|ENTRY)\b", line))
@@ -138,7 +167,9 @@ def shown_commands() -> list[str]:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """The current folder has what a checkout has, and the files of run entries that readers write."""
+    """The current folder has what a checkout has, and the files of run entries that readers
+    write.
+    """
     for name in ("benchmarks", "runs"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("my_runs", "mine", "night", "first", "second"):

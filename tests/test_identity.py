@@ -1,8 +1,9 @@
-"""What a user's disk keeps must survive a new version: packed weights of version 0.1.0 are reused, and so are cached
-answers unless `RESULTS_VERSION` was raised because values have changed.
+"""What a user's disk keeps must survive a new version: packed weights of version 0.1.0 are reused,
+and so are cached answers unless `RESULTS_VERSION` was raised because values have changed.
 
-`data/identities_of_0_1_0.json` holds digests that 0.1.0 computed, `data/written_by_0_1_0.zip` what it wrote for the
-model that `write_model` makes: packed weights of three precisions, and the answers to `REQUESTS`.
+`data/identities_of_0_1_0.json` holds digests that 0.1.0 computed, `data/written_by_0_1_0.zip` what
+it wrote for the model that `write_model` makes: packed weights of three precisions, and the answers
+to `REQUESTS`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ GOLDEN: dict[str, Any] = json.loads((DATA / "identities_of_0_1_0.json").read_tex
 REQUESTS = [
     GenerationRequest(prompt_token_ids=(5, 9, 33, 2), max_tokens=6),
     GenerationRequest(prompt_token_ids=(7, 8, 60), max_tokens=0, echo_logprobs=True),
-    GenerationRequest(prompt_token_ids=(1, 2, 3), max_tokens=4, temperature=0.8, top_p=0.9, seed=5, n=2),
+    GenerationRequest(
+        prompt_token_ids=(1, 2, 3), max_tokens=4, temperature=0.8, top_p=0.9, seed=5, n=2
+    ),
 ]
 
 
@@ -44,9 +47,10 @@ def write_model(folder: Path) -> Path:
     from safetensors.numpy import save_file
 
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
         "rope_theta": 10000.0, "eos_token_id": 0, "torch_dtype": "float16",
     }  # fmt: skip
     layer = "model.layers.0."
@@ -60,7 +64,9 @@ def write_model(folder: Path) -> Path:
     }  # fmt: skip
     words, tensors = np.random.Philox(key=17), {}
     for name, shape in shapes.items():
-        uniform = (words.random_raw(int(np.prod(shape))) >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5
+        uniform = (words.random_raw(int(np.prod(shape))) >> np.uint64(40)).astype(
+            np.float64
+        ) / 2**24 - 0.5
         values = uniform if len(shape) > 1 else 1 + uniform
         tensors[name] = (values * 0.6).astype(np.float16).reshape(shape)
     folder.mkdir()
@@ -71,13 +77,17 @@ def write_model(folder: Path) -> Path:
 
 def test_labels_of_precisions_are_those_of_0_1_0():
     known = GOLDEN["precisions"]
-    assert {name: [PRECISIONS[name].label, PRECISIONS[name].weights_label] for name in known} == known
+    assert {
+        name: [PRECISIONS[name].label, PRECISIONS[name].weights_label] for name in known
+    } == known
 
 
 def test_architecture_records_have_the_texts_of_0_1_0():
     """They are part of the fingerprint of dummy weights."""
     texts = {name: CATALOG[name].config.identity_text() for name in GOLDEN["specs"]}
-    assert {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()} == GOLDEN["specs"]
+    assert {
+        name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()
+    } == GOLDEN["specs"]
 
 
 def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch):
@@ -85,23 +95,36 @@ def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch):
 
     from flexgen_helm.engine import fingerprint as module
 
-    monkeypatch.setattr(module, "RESULTS_VERSION", 4)  # values have changed since, and texts have not
-    checkpoint: Any = SimpleNamespace(fingerprint="w" * 64, config=CATALOG["opt-125m"].config, folder=None)
+    # values have changed since, and texts have not
+    monkeypatch.setattr(module, "RESULTS_VERSION", 4)
+    checkpoint: Any = SimpleNamespace(
+        fingerprint="w" * 64, config=CATALOG["opt-125m"].config, folder=None
+    )
     tokenizer: Any = SimpleNamespace(fingerprint="t" * 64)
     on_cpu, on_gpu = ("cpu", torch.float32), ("cuda", torch.float16)
-    assert module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit"), *on_cpu) == GOLDEN["engine"]
-    assert module.engine_fingerprint(checkpoint, tokenizer, EngineConfig(), *on_gpu) == GOLDEN["engine_cuda"]
-    unverified = module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit", unverified=True), *on_cpu)
+    assert (
+        module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit"), *on_cpu)
+        == GOLDEN["engine"]
+    )
+    assert (
+        module.engine_fingerprint(checkpoint, tokenizer, EngineConfig(), *on_gpu)
+        == GOLDEN["engine_cuda"]
+    )
+    unverified = module.engine_fingerprint(
+        checkpoint, None, EngineConfig(precision="4bit", unverified=True), *on_cpu
+    )
     assert unverified != GOLDEN["engine"]
     sampled = GenerationRequest(
-        prompt_token_ids=(7,), max_tokens=0, temperature=0.7, top_p=0.9, seed=11, stop=("\n", "x"), n=3,
-        echo_logprobs=True,
+        prompt_token_ids=(7,), max_tokens=0, temperature=0.7, top_p=0.9, seed=11, stop=("\n", "x"),
+        n=3, echo_logprobs=True,
     )  # fmt: skip
     greedy = GenerationRequest(prompt_token_ids=(1, 2, 3), max_tokens=4)
     assert [request_key(greedy), request_key(sampled)] == GOLDEN["requests"]
 
 
-@pytest.mark.parametrize("change", [dict(theta=5e5), dict(kind="linear"), dict(dim=8), dict(truncate=False)])
+@pytest.mark.parametrize(
+    "change", [dict(theta=5e5), dict(kind="linear"), dict(dim=8), dict(truncate=False)]
+)
 def test_every_changed_value_changes_the_text(change):
     assert replace(RopeConfig(), **change).identity_text() != RopeConfig().identity_text()
 
@@ -121,9 +144,15 @@ def test_new_fields_count_only_where_they_say_something():
 
 @dataclass(frozen=True)
 class Moved(
-    Identified, name="First", first_version="gone old_name=renamed", later="old=new first", constants={"gone": "x"}
+    Identified,
+    name="First",
+    first_version="gone old_name=renamed",
+    later="old=new first",
+    constants={"gone": "x"},
 ):
-    """A record whose later fields were renamed and moved, and one of whose first is the same in all."""
+    """A record whose later fields were renamed and moved, and one of whose first is the same in
+    all.
+    """
 
     first: int = 0
     renamed: int = 1
@@ -155,10 +184,14 @@ def test_what_0_1_0_wrote_is_reused(precision, tmp_path, monkeypatch):
     with zipfile.ZipFile(DATA / "written_by_0_1_0.zip") as file:
         file.extractall(tmp_path / "written")
     model, offload = write_model(tmp_path / "model"), tmp_path / "written/offload"
-    monkeypatch.setattr(WeightFiles, "_write", lambda *_: pytest.fail("weights of 0.1.0 were written again"))
+    monkeypatch.setattr(
+        WeightFiles, "_write", lambda *_: pytest.fail("weights of 0.1.0 were written again")
+    )
     monkeypatch.setattr(WeightsAtRest, "rows_of", lambda *_: ())  # as from another disk
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)  # all weights on the disk
-    with Engine.from_pretrained(model, precision=precision, policy=policy, offload_dir=offload, device="cpu") as engine:
+    with Engine.from_pretrained(
+        model, precision=precision, policy=policy, offload_dir=offload, device="cpu"
+    ) as engine:
         computed = engine.run(REQUESTS)
         path = response_cache_path(tmp_path / "written/home", engine.fingerprint)
     assert path.is_file(), "the engine has another fingerprint"
@@ -167,7 +200,9 @@ def test_what_0_1_0_wrote_is_reused(precision, tmp_path, monkeypatch):
     for request, result in zip(REQUESTS, computed):
         was = cached[request_key(request)]
         if request.temperature == 0.0:  # other tokens are sampled today, by Gumbel noise
-            assert [c.token_ids for c in was.completions] == [c.token_ids for c in result.completions]
+            assert [c.token_ids for c in was.completions] == [
+                c.token_ids for c in result.completions
+            ]
             for before, now in zip(was.completions, result.completions):
                 assert now.logprobs == pytest.approx(before.logprobs, abs=1e-5)
         if request.echo_logprobs:
@@ -186,11 +221,15 @@ def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path, monkeypatch):
     model = write_model(tmp_path / "model")
     with (model / "config.json").open("a") as file:
         file.write("\n")
-    monkeypatch.setattr(WeightFiles, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("written again")))
+    monkeypatch.setattr(
+        WeightFiles, "_write", lambda *_: (_ for _ in ()).throw(RuntimeError("written again"))
+    )
     monkeypatch.setattr(WeightsAtRest, "rows_of", lambda *_: ())
     policy = Policy(4, 1, wg=0, wc=0, cg=0, cc=1, hg=0, hc=1)
     with pytest.raises(RuntimeError, match="written again"):
-        Engine.from_pretrained(model, policy=policy, offload_dir=tmp_path / "written/offload", device="cpu")
+        Engine.from_pretrained(
+            model, policy=policy, offload_dir=tmp_path / "written/offload", device="cpu"
+        )
 
 
 def _change_json(folder: Path, name: str, **changes: Any) -> None:
@@ -198,16 +237,25 @@ def _change_json(folder: Path, name: str, **changes: Any) -> None:
     (folder / name).write_text(json.dumps({**content, **changes}))
 
 
-# By file: a change of it that can change an answer. `transformers` reads a template of the name 'default' there.
+# By file: a change of it that can change an answer. `transformers` reads a template of the name
+# 'default' there.
 CHANGES: dict[str, Any] = {
     "config.json": lambda folder: _change_json(folder, "config.json", rms_norm_eps=1e-3),
-    "generation_config.json": lambda folder: _change_json(folder, "generation_config.json", eos_token_id=[7]),
+    "generation_config.json": lambda folder: _change_json(
+        folder, "generation_config.json", eos_token_id=[7]
+    ),
     "model.safetensors": lambda folder: (folder / "model.safetensors").write_bytes(
         (folder / "model.safetensors").read_bytes()[:-1] + b"\x30"
     ),
-    "tokenizer.json": lambda folder: _change_json(folder, "tokenizer.json", normalizer={"type": "Lowercase"}),
-    "tokenizer_config.json": lambda folder: _change_json(folder, "tokenizer_config.json", bos_token="a"),
-    "special_tokens_map.json": lambda folder: _change_json(folder, "special_tokens_map.json", unk_token="b"),
+    "tokenizer.json": lambda folder: _change_json(
+        folder, "tokenizer.json", normalizer={"type": "Lowercase"}
+    ),
+    "tokenizer_config.json": lambda folder: _change_json(
+        folder, "tokenizer_config.json", bos_token="a"
+    ),
+    "special_tokens_map.json": lambda folder: _change_json(
+        folder, "special_tokens_map.json", unk_token="b"
+    ),
     "added_tokens.json": lambda folder: _change_json(folder, "added_tokens.json", ab=301),
     "chat_template.jinja": lambda folder: (folder / "chat_template.jinja").write_text("another"),
     "additional_chat_templates/default.jinja": lambda folder: (
@@ -219,7 +267,8 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "form, weights", [("tokenizer.json", "pretrained"), ("vocab.json", "pretrained"), ("vocab.json", "dummy")]
+    "form, weights",
+    [("tokenizer.json", "pretrained"), ("vocab.json", "pretrained"), ("vocab.json", "dummy")],
 )
 def test_every_file_that_is_opened_is_in_the_fingerprint(form, weights, tmp_path, monkeypatch):
     from flexgen_helm import Engine
@@ -250,8 +299,12 @@ def test_every_file_that_is_opened_is_in_the_fingerprint(form, weights, tmp_path
     with opened_files(folder) as opened:
         before = fingerprint()
     assert opened >= {"config.json", "generation_config.json", "tokenizer_config.json", form}
-    # The identity of dummy weights is not that of the files: what another file overrides is not in it.
-    overridden = {"chat_template.jinja", *(("vocab.json", "merges.txt") if form == "tokenizer.json" else ())}
+    # The identity of dummy weights is not that of the files: what another file overrides is not in
+    # it.
+    overridden = {
+        "chat_template.jinja",
+        *(("vocab.json", "merges.txt") if form == "tokenizer.json" else ()),
+    }
     ignored = overridden if weights == "dummy" else set()
     same = []
     for name in sorted(opened - ignored):

@@ -50,7 +50,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 @contextmanager
 def held_elsewhere(path: Path, code: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", _HOLD, str(path), "x" if code else ""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process
 
@@ -60,10 +62,19 @@ def test_one_process_has_a_lock_and_is_named(tmp_path, monkeypatch, code):
     refuse(monkeypatch, code)
     path = tmp_path / "new" / "a.lock"
     with held_elsewhere(path, code) as process:
-        with pytest.raises(InUseError, match=rf"^{path} is locked by process {process.pid}\b.*; wait"), locked(path, 0):
+        with (
+            pytest.raises(
+                InUseError, match=(rf"^{path} is locked by process {process.pid}\b.*; wait")
+            ),
+            locked(path, 0),
+        ):
             pass
         process.kill()  # it leaves what it leaves
-    with locked(path, 5), pytest.raises(InUseError, match=f"process {os.getpid()}"), locked(path, 0):
+    with (
+        locked(path, 5),
+        pytest.raises(InUseError, match=f"process {os.getpid()}"),
+        locked(path, 0),
+    ):
         pass
     with locked(path, 0):
         pass
@@ -108,7 +119,20 @@ def test_a_home_that_is_read_only_is_read_without_locks(tmp_path, monkeypatch):
     [
         (["batch", "in", "--model", "opt-125m", "-o", "out"], "-o"),
         (["verify", "in", "--requests", "in", "--bundle", "out"], "--bundle"),
-        (["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "-o", ".", "--suite", "out"], "--suite"),
+        (
+            [
+                "run",
+                "-r",
+                "simple_mcqa:model=flexgen/opt-125m",
+                "-m",
+                "1",
+                "-o",
+                ".",
+                "--suite",
+                "out",
+            ],
+            "--suite",
+        ),
     ],
 )
 def test_an_output_has_one_writer(tmp_path, monkeypatch, capsys, code, words, refused):
@@ -159,7 +183,10 @@ def test_of_several_writers_one_works(tmp_path, number):
     said = [writer.communicate()[0].strip() for writer in writers]
     (winner,) = [n for n, text in enumerate(said) if text == "written"]
     assert out.read_text() == f"{winner}\n" * 100
-    named = f"-o: {out} is written by process {writers[winner].pid}; wait until that has ended, or give another name"
+    named = (
+        f"-o: {out} is written by process {writers[winner].pid}; wait until that has ended, or "
+        "give another name"
+    )
     assert {text for n, text in enumerate(said) if n != winner} == {named}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -185,7 +212,11 @@ def test_what_is_written_replaces_a_file_whole(tmp_path):
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
     full = pytest.raises(OSError, match="No space left")
-    with small_disk(tmp_path / "disk", 16384) as disk, full as caught, written_whole(disk / "out", "-o") as file:
+    with (
+        small_disk(tmp_path / "disk", 16384) as disk,
+        full as caught,
+        written_whole(disk / "out", "-o") as file,
+    ):
         append(file, b"x" * 20_000)
     assert caught.value.filename == str(disk / "out.partial")
     with open("/dev/full", "w") as full:

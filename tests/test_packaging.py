@@ -1,4 +1,6 @@
-"""What is installed: the mapped packages under their installed names, from an editable install and from a wheel."""
+"""What is installed: the mapped packages under their installed names, from an editable install and
+from a wheel.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ print(get_model_deployment("flexgen/opt-125m").name, flexgen_helm.__file__)
 
 
 def probe(python: Path | str, folder: Path) -> str:
-    done = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, cwd=folder, timeout=120)
+    done = subprocess.run(
+        [str(python), "-c", PROBE], capture_output=True, text=True, cwd=folder, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,11 +47,15 @@ def test_the_editable_install_has_everything(tmp_path):
 
 @pytest.fixture(scope="module")
 def files():
-    """Names of the working tree's files that git does not ignore, whether it knows them yet or not."""
+    """Names of the working tree's files that git does not ignore, whether it knows them yet or
+    not.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, cwd=ROOT)
     if listed.returncode != 0:
-        pytest.skip("a wheel is built from the files that git does not ignore, and this is no git checkout")
+        pytest.skip(
+            "a wheel is built from the files that git does not ignore, and this is no git checkout"
+        )
     return [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
 
 
@@ -78,7 +86,9 @@ def test_the_wheel_holds_what_the_repository_maps(files, wheel):
     for name in files:
         if name.startswith("flexgen_helm/") and name.endswith(".py"):
             assert name in names, "setup.cfg's list of packages lacks it"
-    assert not any(name.startswith(("scenarios/", "runs/", "tests/", "benchmarks/")) for name in names)
+    assert not any(
+        name.startswith(("scenarios/", "runs/", "tests/", "benchmarks/")) for name in names
+    )
 
 
 def test_the_wheel_works_in_an_environment_of_its_own(wheel, tmp_path):

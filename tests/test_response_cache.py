@@ -1,4 +1,6 @@
-"""The response cache: round trips, durability among processes, and rows or files that are not ours."""
+"""The response cache: round trips, durability among processes, and rows or files that are not
+ours.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,18 @@ whole = st.integers(0, 2**40)
 def completions(draw: st.DrawFn) -> Completion:
     tokens = draw(st.lists(st.tuples(st.text(), whole, finite), max_size=5))
     texts, ids, logprobs = zip(*tokens) if tokens else ((), (), ())
-    return Completion(draw(st.text()), texts, ids, logprobs, draw(st.sampled_from(["length", "stop", "endoftext"])))
+    return Completion(
+        draw(st.text()),
+        texts,
+        ids,
+        logprobs,
+        draw(st.sampled_from(["length", "stop", "endoftext"])),
+    )
 
 
-costs = st.builds(Cost, whole, finite, whole, finite, finite, finite, finite, finite, st.integers(1, 99))
+costs = st.builds(
+    Cost, whole, finite, whole, finite, finite, finite, finite, finite, st.integers(1, 99)
+)
 results = st.builds(
     GenerationResult,
     completions=st.lists(completions(), max_size=3).map(tuple),
@@ -46,7 +56,9 @@ results = st.builds(
     prompt_logprobs=st.none() | st.lists(st.none() | finite, max_size=5).map(tuple),
     cost=costs,
 )
-SOME = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3, 4), (None, -1.25), None, Cost(2))
+SOME = GenerationResult(
+    (Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3, 4), (None, -1.25), None, Cost(2)
+)
 
 
 @settings(max_examples=60)
@@ -98,7 +110,10 @@ def test_foreign_rows_are_ignored_and_never_executed(tmp_path):
 def test_a_file_that_is_no_response_cache_is_named(tmp_path):
     path = tmp_path / "j.sqlite"
     path.write_bytes(b"not a database" * 100)
-    with pytest.raises(ResponseCacheError, match=r"j\.sqlite is damaged or not a response cache.*move the file away"):
+    with pytest.raises(
+        ResponseCacheError,
+        match=(r"j\.sqlite is damaged or not a response cache.*move the file away"),
+    ):
         ResponseCache(path)
 
 
@@ -118,9 +133,14 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_one_file_a_fingerprint(tmp_path):
-    names = {response_cache_path(tmp_path, name).name for name in ("a", "b", "../../a", "x" * 500, "é")}
+    names = {
+        response_cache_path(tmp_path, name).name for name in ("a", "b", "../../a", "x" * 500, "é")
+    }
     assert len(names) == 5
-    assert all(response_cache_path(tmp_path, name).parent == tmp_path / "journal" for name in ("a", "../../a"))
+    assert all(
+        response_cache_path(tmp_path, name).parent == tmp_path / "journal"
+        for name in ("a", "../../a")
+    )
 
 
 WRITER = """
@@ -136,7 +156,9 @@ for start in range(0, 500, 25):
 
 def test_four_processes_lose_nothing(tmp_path):
     path = tmp_path / "j.sqlite"
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who)]) for who in range(4)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(who)]) for who in range(4)
+    ]
     assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
     with closing(ResponseCache(path)) as cache:
         found = cache.get_many([f"{who}-{i}" for who in range(4) for i in range(500)])
@@ -172,7 +194,10 @@ def test_rows_say_what_is_greedy_only_where_it_was_asked():
     assert "greedy" not in encode_result(plain) and decode_result(encode_result(plain)) == plain
 
 
-TOKENS = [DrawnToken(3, -0.1, ((3, -0.1), (5, -2.5))), DrawnToken(4, -1 / 3, ((4, -1 / 3), (3, -1.5)))]
+TOKENS = [
+    DrawnToken(3, -0.1, ((3, -0.1), (5, -2.5))),
+    DrawnToken(4, -1 / 3, ((4, -1 / 3), (3, -1.5))),
+]
 
 
 def test_tokens_are_kept_until_their_answer_is(tmp_path):
@@ -190,8 +215,8 @@ def test_tokens_are_kept_until_their_answer_is(tmp_path):
 
 
 def test_tokens_of_two_writers_do_not_mix(tmp_path):
-    """Each draws the same answer; near-ties may be drawn otherwise, so what follows one's tokens is of no use behind
-    the other's.
+    """Each draws the same answer; near-ties may be drawn otherwise, so what follows one's tokens is
+    of no use behind the other's.
     """
     path, other = tmp_path / "j.sqlite", [DrawnToken(9, -1.0)]
     with closing(ResponseCache(path)) as first, closing(ResponseCache(path)) as second:
@@ -227,17 +252,22 @@ def test_tokens_end_where_a_part_is_missing_or_damaged(tmp_path, change):
 
 
 def test_a_file_that_ends_in_the_middle_of_a_transaction_has_the_tokens_before_it(tmp_path):
-    """A power cut: the file is copied with SQLite's journal while a transaction is being written."""
+    """A power cut: the file is copied with SQLite's journal while a transaction is being
+    written.
+    """
     path, copy = tmp_path / "j.sqlite", tmp_path / "copy.sqlite"
     with closing(ResponseCache(path)) as cache:
         cache.put_many({}, {"k": {0: (0, TOKENS)}})
-        cache._connection.execute("PRAGMA cache_size = 1")  # pages go to the file before the transaction ends
+        # pages go to the file before the transaction ends
+        cache._connection.execute("PRAGMA cache_size = 1")
         cache._connection.execute("BEGIN IMMEDIATE")
         rows = [("k", cache._writer, 0, 2 + 2 * i, "x" * 4000) for i in range(50)]
         cache._connection.executemany("INSERT INTO drawn VALUES (?, ?, ?, ?, ?)", rows)
         assert path.stat().st_size > 100_000
         for name in ("", "-journal"):
-            copy.with_name(copy.name + name).write_bytes(path.with_name(path.name + name).read_bytes())
+            copy.with_name(copy.name + name).write_bytes(
+                path.with_name(path.name + name).read_bytes()
+            )
     with closing(ResponseCache(copy)) as cache:
         assert cache.take_drawn(["k"]) == {"k": [TOKENS]}
 
@@ -261,7 +291,9 @@ def test_a_planted_completion_is_ignored(tmp_path, completion):
         cache.put_many({}, {"k": {0: (0, TOKENS)}})
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE other (key, writer, completion, step, value)")
-        connection.execute(f"INSERT INTO other SELECT key, 'w', {completion}, step, value FROM drawn")
+        connection.execute(
+            f"INSERT INTO other SELECT key, 'w', {completion}, step, value FROM drawn"
+        )
         connection.execute("INSERT INTO other SELECT * FROM drawn")
         connection.execute("DROP TABLE drawn")
         connection.execute("ALTER TABLE other RENAME TO drawn")

@@ -1,4 +1,6 @@
-"""Run entries are read as HELM reads them, and refused early only where HELM would refuse them later."""
+"""Run entries are read as HELM reads them, and refused early only where HELM would refuse them
+later.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_every_run_spec_of_helm_is_known() -> None:
 
 
 def test_what_helm_runs_is_accepted() -> None:
-    """Every run spec with what HELM's own files contain: groups, deployments, expanders, other clients' models."""
+    """Every run spec with what HELM's own files contain: groups, deployments, expanders, other
+    clients' models.
+    """
     groups = list(ModelRunExpander("").get_model_group_to_model_names())
     models = [
         *(f"model={group}" for group in groups),
@@ -96,7 +100,9 @@ def test_what_helm_runs_is_accepted() -> None:
     for name in share(sorted(run_spec_names()), 4):
         entry = with_arguments(name)
         check_entries([entry, *(f"{entry},{model}" for model in models)], [])
-        check_entries([entry, f"{entry},model=text", f"{entry},model=opt-125m"], [MODEL, "openai/gpt2"])
+        check_entries(
+            [entry, f"{entry},model=text", f"{entry},model=opt-125m"], [MODEL, "openai/gpt2"]
+        )
     expanders = [expander for expander in RUN_EXPANDERS if expander != "model"]
     check_entries([f"mmlu:subject=a,{expander}=1,model={MODEL}" for expander in expanders], [])
 
@@ -107,13 +113,21 @@ def with_arguments(name: str) -> str:
     function = helm_run_specs.get_run_spec_function(name)
     assert function is not None
     parameters = inspect.signature(function).parameters.values()
-    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    needed = [
+        one.name
+        for one in parameters
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
     return f"{name}:{','.join(f'{argument}=1' for argument in needed or ['max_eval_instances'])}"
 
 
 @pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
-def test_helm_makes_a_run_of_every_shipped_entry(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read as HELM reads them. Offline; LegalBench's run specs need a file, which the test writes."""
+def test_helm_makes_a_run_of_every_shipped_entry(
+    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are read as HELM reads them. Offline; LegalBench's run specs need a file, which the
+    test writes.
+    """
     monkeypatch.setattr("helm.benchmark.runner._BENCHMARK_OUTPUT_PATH", str(tmp_path))
     write_legalbench_settings(tmp_path)
     entries, runs = [entry.description for entry in read_run_entries([str(conf)]).entries], {}
@@ -121,9 +135,18 @@ def test_helm_makes_a_run_of_every_shipped_entry(conf: Path, tmp_path: Path, mon
     check_entries(entries, [])
     for entry in entries:
         (spec,) = construct_run_specs(parse_object_spec(entry))
-        assert spec.adapter_spec.model == spec.adapter_spec.model_deployment == f"flexgen/{WHEEL_MODEL}"
-        assert "follow_format_instructions" not in entry or "critical to follow" in spec.adapter_spec.global_suffix
-        assert not {annotator.class_name for annotator in spec.annotators or []}, f"{entry} needs a judge"
+        assert (
+            spec.adapter_spec.model
+            == spec.adapter_spec.model_deployment
+            == f"flexgen/{WHEEL_MODEL}"
+        )
+        assert (
+            "follow_format_instructions" not in entry
+            or "critical to follow" in spec.adapter_spec.global_suffix
+        )
+        assert not {annotator.class_name for annotator in spec.annotators or []}, (
+            f"{entry} needs a judge"
+        )
         runs[spec.name] = entry
     assert len(runs) == len(entries)  # no two in one folder
 
@@ -133,7 +156,8 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
     conf.write_text(
         'x: "text"\nentries: [\n  # {description: "commented:a=b", priority: 1}\n'
         '  // {description: "too", priority: 1}\n'
-        '  {description: "a:model="${x}, priority: 1}\n  {description: "b:c=d", priority: 1, groups: ["g"]},\n'
+        '  {description: "a:model="${x}, priority: 1}\n  {description: "b:c=d", priority: 1, '
+        'groups: ["g"]},\n'
         '  {\n    description = "e"\n    priority: 2\n  }\n]\n'
     )
     everything = [entry.description for entry in read_run_entries([str(conf)]).entries]
@@ -143,7 +167,10 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "entry, says",
     [
-        (f"simple_mcq:model={MODEL}", "did you mean simple_mcqa or simple_mcqa_scored.*flexgen-helm entries"),
+        (
+            f"simple_mcq:model={MODEL}",
+            "did you mean simple_mcqa or simple_mcqa_scored.*flexgen-helm entries",
+        ),
         (f"zzzz:model={MODEL}", "'zzzz' is not known; `flexgen-helm entries`"),
         (f"mmlu:anatomy,model={MODEL}", "'anatomy' where key=value"),
         ("mmlu:subject=anatomy,model=opt-6.7b", "write model=flexgen/opt-6.7b$"),
@@ -151,13 +178,25 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
         ("simple_mcqa:model=flexgen/opt6.7b", "did you mean opt-6.7b"),
         ("simple_mcqa:model=flexgen/opt-6.7b-5bit", "'5bit' is no precision.*opt-6.7b-4bit"),
         ("simple_mcqa:model=flexgen/llama-3-8b-q4_k_m", "'q4_k_m' is no precision"),
-        ("simple_mcqa:model=flexgen/smollm2-135m-instruct-q4", "write smollm2-135m-instruct-q4_1, smollm2-135m-inst"),
+        (
+            "simple_mcqa:model=flexgen/smollm2-135m-instruct-q4",
+            "write smollm2-135m-instruct-q4_1, smollm2-135m-inst",
+        ),
         ("simple_mcqa:model=a/b,model_deployment=flexgen/opt6.7b", "did you mean opt-6.7b"),
-        ("simple_mcqa:model=flexgen//no/such/folder", "there is no model file or folder /no/such/folder"),
+        (
+            "simple_mcqa:model=flexgen//no/such/folder",
+            "there is no model file or folder /no/such/folder",
+        ),
         ("simple_mcqa:model=flexgen/a/b/c", "there is no model file or folder a/b/c"),
         (f"mmlu:model={MODEL}", f"lacks subject: write mmlu:subject=…,model={MODEL};"),
-        (f"mmlu:subjct=anatomy,model={MODEL}", "'subjct', .* did you mean subject.* takes subject, method$"),
-        (f"gsm:size=3,model={MODEL}", "'size', which gsm does not take; it takes no arguments of its own$"),
+        (
+            f"mmlu:subjct=anatomy,model={MODEL}",
+            "'subjct', .* did you mean subject.* takes subject, method$",
+        ),
+        (
+            f"gsm:size=3,model={MODEL}",
+            "'size', which gsm does not take; it takes no arguments of its own$",
+        ),
     ],
 )
 def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> None:
@@ -167,19 +206,27 @@ def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> 
 
 def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
     conf = tmp_path / "x.conf"
-    conf.write_text('entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n')
+    conf.write_text(
+        'entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n'
+    )
     with pytest.raises(UsageError, match="did you mean simple_mcqa"):
         check_arguments(
-            parse_helm_flags(["-r", f"simple_mcqa:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"])
+            parse_helm_flags(
+                ["-r", f"simple_mcqa:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"]
+            )
         )
     with pytest.raises(UsageError, match="did you mean opt-125m"):
-        check_arguments(parse_helm_flags(["-r", "simple_mcqa", "--models-to-run", "flexgen/opt-126m"]))
+        check_arguments(
+            parse_helm_flags(["-r", "simple_mcqa", "--models-to-run", "flexgen/opt-126m"])
+        )
     with pytest.raises(UsageError, match="needs a prefix"):
         check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=gpt2"]))
     with pytest.raises(UsageError, match="there is no such file"):
         check_arguments(parse_helm_flags(["-c", "no/such/file"]))
     (tmp_path / "models.yaml").write_text("mine: /models/mine\n")
-    with pytest.raises(UsageError, match=r"models\.yaml has no run entries.*goes into FLEXGEN_HELM_MODELS"):
+    with pytest.raises(
+        UsageError, match=(r"models\.yaml has no run entries.*goes into FLEXGEN_HELM_MODELS")
+    ):
         check_arguments(parse_helm_flags(["-c", str(tmp_path / "models.yaml")]))
     (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
     for accepted in (
@@ -190,10 +237,19 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
         [],
     ):
         assert check_arguments(parse_helm_flags(accepted)) == []
-    assert len(check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=facebook/opt-6.7b", "-m", "1"]))) == 1
+    assert (
+        len(
+            check_arguments(
+                parse_helm_flags(["-r", "simple_mcqa:model=facebook/opt-6.7b", "-m", "1"])
+            )
+        )
+        == 1
+    )
 
 
-def test_a_shipped_file_is_found_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_file_is_found_from_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = read_conf(ROOT / "runs" / "quickstart.conf")
     for named in ("runs/quickstart.conf", "quickstart.conf"):
@@ -226,7 +282,8 @@ def test_an_entry_without_a_model_is_answered_with_one() -> None:
         assert f"write {advised}, or" in str(refused.value)
         check_entries([advised], [])
     check_entries(["simple_mcqa"], [MODEL])
-    check_entries(["simple_mcqa", f"gsm:model={MODEL}"], [])  # as HELM, which looks for one model in all of them
+    # as HELM, which looks for one model in all of them
+    check_entries(["simple_mcqa", f"gsm:model={MODEL}"], [])
 
 
 def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +291,9 @@ def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
     check_entries([entry], [], has_plugins=True)
     with pytest.raises(UsageError, match="'theirs'"):
         check_entries([entry], [])
-    monkeypatch.setattr(run_entries, "entry_points", lambda group: [SimpleNamespace(value="theirs.plugin")])
+    monkeypatch.setattr(
+        run_entries, "entry_points", lambda group: [SimpleNamespace(value="theirs.plugin")]
+    )
     check_entries([entry], [])
 
 
@@ -248,7 +307,10 @@ def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
     content = [
         {"name": "flexgen/mine", "client_spec": {**ours, "args": {"path": "opt-125m"}}},
         {"name": "lab/empty", "client_spec": {**ours, "args": {"path": str(tmp_path)}}},
-        {"name": "flexgen/dummy", "client_spec": {**ours, "args": {"path": str(tmp_path), "weights": "dummy"}}},
+        {
+            "name": "flexgen/dummy",
+            "client_spec": {**ours, "args": {"path": str(tmp_path), "weights": "dummy"}},
+        },
         {"name": "flexgen/theirs", "client_spec": {"class_name": "x.Client"}},
         {"name": "lab/alias", "model_name": "flexgen/alias", "client_spec": ours},
         {"name": "flexgen/stale", "client_spec": ours},
@@ -267,7 +329,9 @@ def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
     check_entries([f"simple_mcqa:model={MODEL}"], [], local_path=tmp_path)
 
 
-def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny: TinyModel, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused_before_anything_is_imported(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     config = (tiny("llama").path / "config.json").read_text()
@@ -276,33 +340,52 @@ def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny: T
         "mine: mine\ndummy: {path: mine, weights: dummy}\nwhole: " + str(tiny("llama").path)
     )
     code = (
-        "import sys\nfrom flexgen_helm.errors import UsageError\nfrom flexgen_helm.run_entries import check_entries\n"
-        "check_entries(['simple_mcqa:model=flexgen/whole', 'simple_mcqa:model=flexgen/dummy'], [])\n"
+        "import sys\nfrom flexgen_helm.errors import UsageError\nfrom flexgen_helm.run_entries "
+        "import check_entries\n"
+        "check_entries(['simple_mcqa:model=flexgen/whole', 'simple_mcqa:model=flexgen/dummy'], "
+        "[])\n"
         "check_entries(['simple_mcqa:model=flexgen/mine'], [], needs_weights=False)\n"
         "try:\n    check_entries(['simple_mcqa:model=flexgen/mine'], [])\n"
         "except UsageError as error:\n    print(error)\n"
-        "heavy = {'torch', 'transformers', 'helm', 'numpy', 'pandas'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "heavy = {'torch', 'transformers', 'helm', 'numpy', 'pandas'} & set(sys.modules)\nassert "
+        "not heavy, heavy\n"
     )
     environment = {**os.environ, "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json"
     ]
     (folder / "pytorch_model.bin").write_bytes(b"x")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert f"`flexgen-helm convert {folder}`" in done.stdout
 
 
 def pasted(message: str, folder: Path, **variables: str) -> str:
-    """Paste the lines of a message into a shell, and return what its name means to a new process in another folder."""
+    """Paste the lines of a message into a shell, and return what its name means to a new process in
+    another folder.
+    """
     lines = [line.strip() for line in message.splitlines()[1:]]
     name = message.splitlines()[0].rpartition("model=flexgen/")[2].removesuffix(":")
-    look_up = f"from flexgen_helm.plugin.model_names import find_model as f; print(f('flexgen/{name}').path)"
+    look_up = (
+        "from flexgen_helm.plugin.model_names import find_model as f; "
+        f"print(f('flexgen/{name}').path)"
+    )
     script = "set -e\n" + "\n".join([*lines, "cd /", f'{shlex.join(python("all"))} -c "{look_up}"'])
-    environment = {key: value for key, value in os.environ.items() if key != "FLEXGEN_HELM_MODELS"} | variables
+    environment = {
+        key: value for key, value in os.environ.items() if key != "FLEXGEN_HELM_MODELS"
+    } | variables
     done = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -333,11 +416,22 @@ def test_the_lines_that_name_a_folder_work(
 
 
 def test_a_model_of_helms_own_clients_is_hinted_at(tmp_path: Path) -> None:
-    entries = ["mmlu:model=facebook/opt-6.7b", "gsm:model=facebook/opt-6.7b", "gsm:model=openai/gpt2", "gsm"]
+    entries = [
+        "mmlu:model=facebook/opt-6.7b",
+        "gsm:model=facebook/opt-6.7b",
+        "gsm:model=openai/gpt2",
+        "gsm",
+    ]
     assert hints(entries, tmp_path) == [
-        "model=facebook/opt-6.7b is computed by HELM's own client; write model=flexgen/opt-6.7b for flexgen_helm",
+        (
+            "model=facebook/opt-6.7b is computed by HELM's own client; write "
+            "model=flexgen/opt-6.7b for flexgen_helm"
+        ),
         "model=openai/gpt2 is computed by HELM's own client",
     ]
-    content = [{"name": name, "client_spec": {"class_name": run_entries.CLIENT_CLASS}} for name in ("lab/a", MODEL)]
+    content = [
+        {"name": name, "client_spec": {"class_name": run_entries.CLIENT_CLASS}}
+        for name in ("lab/a", MODEL)
+    ]
     (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": content}))
     assert hints([f"simple_mcqa:model={MODEL}", "gsm:model=lab/a"], tmp_path) == []

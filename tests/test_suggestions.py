@@ -50,4 +50,8 @@ def test_what_is_like_nothing_finds_nothing():
 
 
 def test_lists_for_sentences():
-    assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == ["a", "a or b", "a, b or c"]
+    assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == [
+        "a",
+        "a or b",
+        "a, b or c",
+    ]

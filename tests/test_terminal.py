@@ -11,7 +11,13 @@ from flexgen_helm.terminal import fill, is_terminal, table_text
 HEADINGS = ["run entry", "n", "fp16", "95 % interval", "verdict"]
 ROWS = [
     ["mmlu:subject=abstract_algebra,method=multiple_choice_joint", "", "", "", ""],
-    ["  exact_match, quasi_exact_match", "1,000", "0.5400", "-10.00 … +20.00", "not decided: about 2,500 would decide"],
+    [
+        "  exact_match, quasi_exact_match",
+        "1,000",
+        "0.5400",
+        "-10.00 … +20.00",
+        "not decided: about 2,500 would decide",
+    ],
 ]
 
 
@@ -21,8 +27,17 @@ def test_a_table_fits_and_no_word_is_cut(width):
     lines = drawn.splitlines()
     assert max(map(len, lines)) <= width
     words = {word for line in lines for word in line.split()}
-    whole = {"subject=abstract_algebra,", "method=multiple_choice_joint", "exact_match,", "quasi_exact_match", "0.5400"}
-    joined = {"mmlu:subject=abstract_algebra,", "mmlu:subject=abstract_algebra,method=multiple_choice_joint"}
+    whole = {
+        "subject=abstract_algebra,",
+        "method=multiple_choice_joint",
+        "exact_match,",
+        "quasi_exact_match",
+        "0.5400",
+    }
+    joined = {
+        "mmlu:subject=abstract_algebra,",
+        "mmlu:subject=abstract_algebra,method=multiple_choice_joint",
+    }
     assert all(word in words or any(word in longer for longer in joined & words) for word in whole)
     assert lines[1] == "─" * len(lines[1])
     assert "0.5400  -10.00 … +20.00" in drawn, "short cells stay on one line"
@@ -49,7 +64,10 @@ def test_sentences_break_at_words_and_commands_stay():
     text = f"prompts of tiny go through its chat template; go on with:\n{command}"
     *lines, last = fill(text, 30).splitlines()
     assert last == command and " ".join(line.strip() for line in lines) == text.splitlines()[0]
-    assert max(map(len, lines)) <= 30 and fill("a/path/of/forty/characters/without/a/blank", 20).count("\n") == 0
+    assert (
+        max(map(len, lines)) <= 30
+        and fill("a/path/of/forty/characters/without/a/blank", 20).count("\n") == 0
+    )
 
 
 class Terminal(io.StringIO):
@@ -57,7 +75,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("kind, expected", [("xterm-256color", True), ("dumb", False), ("unknown", False)])
+@pytest.mark.parametrize(
+    "kind, expected", [("xterm-256color", True), ("dumb", False), ("unknown", False)]
+)
 def test_a_dumb_terminal_is_read_like_a_pipe(kind, expected, monkeypatch):
     monkeypatch.setenv("TERM", kind)
     assert is_terminal(Terminal()) == expected and not is_terminal(io.StringIO())

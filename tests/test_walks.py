@@ -1,4 +1,6 @@
-"""The lives of requests, weights and cached tokens in docs/developers/architecture.md name the files that they pass."""
+"""The lives of requests, weights and cached tokens in docs/developers/architecture.md name the
+files that they pass.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,12 @@ from tests.helpers.paths import ROOT
 PAGE = ROOT / "docs/developers/architecture.md"
 # What a request becomes on its way, by class. HELM's own are Request and RequestResult.
 FORMS = [
-    "Request", "HelmRequest", "Job", "GenerationRequest", "EncodedRequests", "Sequence", "ScheduledTokens", "Batch",
-    "AttentionMetadata", "Prediction", "SequenceOutput", "HeadOutput", "BatchOutput", "Completion",
-    "GenerationResult", "Response", "RequestResult",
+    "Request", "HelmRequest", "Job", "GenerationRequest", "EncodedRequests", "Sequence",
+    "ScheduledTokens", "Batch", "AttentionMetadata", "Prediction", "SequenceOutput", "HeadOutput",
+    "BatchOutput", "Completion", "GenerationResult", "Response", "RequestResult",
 ]  # fmt: skip
-# A file counts where one of its functions is given such an object, or a list or dictionary of them, or returns one.
+# A file counts where one of its functions is given such an object, or a list or dictionary of them,
+# or returns one.
 PROGRAM = """
 import json, sys, threading
 from helm.common.request import Request
@@ -97,7 +100,9 @@ def listed(page: str, life: str = "request") -> set[str]:
 def test_the_page_lists_the_files_that_a_request_passes(tiny, tmp_path):
     environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [*python("all"), "-c", PROGRAM, str(tiny("llama").path), json.dumps(FORMS)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     files, met = json.loads(done.stdout)
     assert met == sorted(FORMS), "a form of a request has another name now"
@@ -107,17 +112,29 @@ def test_the_page_lists_the_files_that_a_request_passes(tiny, tmp_path):
 
 
 def files_given(holds: Callable[[object], bool], work: Callable[[], object]) -> set[str]:
-    """The files of functions that are given a value, or return one, while `work` runs, in whatever thread."""
+    """The files of functions that are given a value, or return one, while `work` runs, in whatever
+    thread.
+    """
     root, files = f"{ROOT}/flexgen_helm/", set()
 
     def has(value: object, depth: int = 2) -> bool:
-        items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        items = (
+            list(value.values())
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else ()
+        )
         return holds(value) or (depth > 0 and any(has(item, depth - 1) for item in items[:3]))
 
     def profile(frame: FrameType, event: str, returned: object) -> None:
         code = frame.f_code
         if event in ("call", "return") and code.co_filename.startswith(root):
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if event == "call" else ()
+            names = (
+                code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                if event == "call"
+                else ()
+            )
             if any(map(has, (*map(frame.f_locals.get, names), returned))):
                 files.add(code.co_filename.removeprefix(root))
 
@@ -131,8 +148,12 @@ def files_given(holds: Callable[[object], bool], work: Callable[[], object]) -> 
     return files
 
 
-HANDLES = (StoredTensor, LogicalTensor, OffloadedMatrix, StreamedMatrix, RingSlot, Weight)  # what stands for a weight
-ASKED = [GenerationRequest(prompt_token_ids=[*range(2, 68), 70 + n], max_tokens=9, n=2, seed=1) for n in range(3)]
+# what stands for a weight
+HANDLES = (StoredTensor, LogicalTensor, OffloadedMatrix, StreamedMatrix, RingSlot, Weight)
+ASKED = [
+    GenerationRequest(prompt_token_ids=[*range(2, 68), 70 + n], max_tokens=9, n=2, seed=1)
+    for n in range(3)
+]
 
 
 def compute(path: Path, **options: Any) -> None:
@@ -143,11 +164,15 @@ def compute(path: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("life", ["weight", "cached token"])
 def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, tmp_path, life):
-    """Told by their sizes: MLP matrices of 48 x 80 values in 16 bits, keys and values of 2 heads with 8 elements."""
+    """Told by their sizes: MLP matrices of 48 x 80 values in 16 bits, keys and values of 2 heads
+    with 8 elements.
+    """
 
     def is_weight(value: object) -> bool:
         if isinstance(value, torch.Tensor):
-            return value.numel() == 48 * 80 or (value.dtype == torch.uint8 and value.numel() in (7680, 8192))
+            return value.numel() == 48 * 80 or (
+                value.dtype == torch.uint8 and value.numel() in (7680, 8192)
+            )
         return isinstance(value, HANDLES)
 
     def is_cached_token(value: object) -> bool:
@@ -156,11 +181,15 @@ def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, t
 
     path = tiny("llama").path
     if life == "weight":
-        files = files_given(is_weight, lambda: compute(path, offload_dir=tmp_path, policy="2x2,0,0,0,100,0,100"))
+        files = files_given(
+            is_weight, lambda: compute(path, offload_dir=tmp_path, policy="2x2,0,0,0,100,0,100")
+        )
     else:
         files = set()
         for more in ({}, {"precision": "4bit-cache"}):
-            on_disk = partial(compute, path, offload_dir=tmp_path, policy="2x2,0,100,0,0,0,0", **more)
+            on_disk = partial(
+                compute, path, offload_dir=tmp_path, policy="2x2,0,100,0,0,0,0", **more
+            )
             files |= files_given(is_cached_token, on_disk)
     page = PAGE.read_text()
     assert listed(page, life) == files, " ".join(sorted(files))
@@ -193,7 +222,8 @@ def climbs_of(work: Callable[[], object], order: list[str]) -> set[tuple[str, st
         while caller is not None and not caller.f_code.co_filename.startswith(root):
             caller = caller.f_back
         called_by = None if caller is None else package(caller.f_code.co_filename)
-        is_call = event == "call" and not frame.f_code.co_name.startswith("<")  # generators are values
+        # generators are values
+        is_call = event == "call" and not frame.f_code.co_name.startswith("<")
         if is_call and callee and called_by and order.index(callee) > order.index(called_by):
             climbs.add((called_by, callee))
 
@@ -212,7 +242,9 @@ def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, mon
     limit = int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))
     prompts = [[2 + (5 * number + i) % 300 for i in range(12)] for number in range(9)]
     asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=4) for prompt in prompts]
-    with Engine.from_pretrained(path, device="cpu", limits=MemoryLimits(cpu=limit), offload_dir=tmp_path) as engine:
+    with Engine.from_pretrained(
+        path, device="cpu", limits=MemoryLimits(cpu=limit), offload_dir=tmp_path
+    ) as engine:
         climbs = climbs_of(lambda: engine.run(asked), order_of_packages(page))
         assert engine.last_run["predicted_latency_s"] > 0 and "wc" in engine.last_run["policy"]
     section = page.split("## The walk along `Engine.run`")[1].split("\n## ")[0]

@@ -116,7 +116,11 @@ def result_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     rows = [line for line in lines if "tokens_per_s" in line]
     speeds = {row["step"]: row["tokens_per_s"] for row in rows}
-    failed = [f"{line['step']} {line.get('test', '')}: {line['error']}" for line in lines if "error" in line]
+    failed = [
+        f"{line['step']} {line.get('test', '')}: {line['error']}"
+        for line in lines
+        if "error" in line
+    ]
     left_out = [f"{line['step']}: {line['left_out']}" for line in lines if "left_out" in line]
     device = next((line["device"] for line in lines if "device" in line), "unknown")
     peers = [row for row in rows if row.get("peer_of") in speeds]
@@ -124,7 +128,10 @@ def result_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "name": "gpu",
         "hardware": {**machine(), "device": device},
         "rows": rows,
-        "ratios": {f"{row['peer_of']}_to_{row['step']}": speeds[row["peer_of"]] / row["tokens_per_s"] for row in peers},
+        "ratios": {
+            f"{row['peer_of']}_to_{row['step']}": speeds[row["peer_of"]] / row["tokens_per_s"]
+            for row in peers
+        },
         "notes": [*left_out, *(f"FAILED {line}" for line in failed)],
         "failed": failed,
     }

@@ -1,4 +1,6 @@
-"""What a step of `make gpu-check` does in its process, and what it reports; of tests as pytest's plugin."""
+"""What a step of `make gpu-check` does in its process, and what it reports; of tests as pytest's
+plugin.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ _SIZES = {"prompt": 8, "output": 3} if FAKE else {"prompt": 512, "output": 32}
 _GPU = "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.current"
 # Of each step of tests, those that FAKE tries out.
 _QUICK = (
-    "(kernel and paper) or (packed and fp16-s-opt) or opt-float16-resident or gemma2-bfloat16-thirds "
-    "or thirds-None-copies or thirds-4bit-products"
+    "(kernel and paper) or (packed and fp16-s-opt) or opt-float16-resident or "
+    "gemma2-bfloat16-thirds or thirds-None-copies or thirds-4bit-products"
 )
 # A result is kept as soon as it is known.
 emit = partial(session.emit, Path(os.environ["OUT"]), os.environ["STEP"])
@@ -59,7 +61,9 @@ def run_tests(*, tests: str) -> None:
     arguments = ["-m", "gpu", "-q", "-rfE", "--tb=short", "--maxfail=60", "-p", "no:cacheprovider"]
     if FAKE:
         arguments += ["-k", _QUICK]
-    sys.exit(import_module("pytest").main([*arguments, str(folder / tests)], [sys.modules[__name__]]))
+    sys.exit(
+        import_module("pytest").main([*arguments, str(folder / tests)], [sys.modules[__name__]])
+    )
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -80,8 +84,12 @@ def profile() -> None:
     emit(**known)
 
 
-def engine(*, model: str, rows: int, precision: str = "fp16", gpu: float | None = None, cpu: float = 60) -> None:
-    """Run a block beside its prediction. gpu, cpu: limits of the engine in GiB; None: what is free."""
+def engine(
+    *, model: str, rows: int, precision: str = "fp16", gpu: float | None = None, cpu: float = 60
+) -> None:
+    """Run a block beside its prediction. gpu, cpu: limits of the engine in GiB; None: what is
+    free.
+    """
     label = f"{model} {precision}{f', {gpu:g} GiB of GPU memory' if gpu else ''}"
     if FAKE:
         folder = Path(os.environ["WORK"], "opt")
@@ -91,7 +99,9 @@ def engine(*, model: str, rows: int, precision: str = "fp16", gpu: float | None 
     most = psutil.virtual_memory().available * 9 // 10
     limits = {"cpu": min(int(cpu * GIB), most), "gpu": gpu and int(gpu * GIB)}
     settings = {"device": "cuda", "offload_dir": os.environ["WORK"], "precision": precision}
-    (record,) = run_blocks(model=model, engine=settings, limits=limits, rows=rows, warm_output=2, **_SIZES)
+    (record,) = run_blocks(
+        model=model, engine=settings, limits=limits, rows=rows, warm_output=2, **_SIZES
+    )
     predicted = record["predicted"] or {}
     found = {f"predicted_{key}": predicted.get(key) for key in ("prefill_s", "decode_s")}
     if not FAKE:
@@ -144,7 +154,9 @@ def _repeat_weights() -> None:
 
 
 def main(function: str, arguments: str) -> None:
-    """Call a function of this module with arguments as JSON, on the tests' device if FAKE is set."""
+    """Call a function of this module with arguments as JSON, on the tests' device if FAKE is
+    set.
+    """
     fake: Any = nullcontext()
     if FAKE:
         fake = import_module("tests.cuda.device").cuda_in_host_memory(memory=4 * GIB)

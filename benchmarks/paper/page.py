@@ -1,7 +1,9 @@
-"""Tables of the FlexGen paper | predicted for its T4 | measured by our benchmarks: `python -m benchmarks.paper`.
+"""Tables of the FlexGen paper | predicted for its T4 | measured by our benchmarks:
+`python -m benchmarks.paper`.
 
-`page.md` is docs/paper.md with a name in braces where a table is; `rows` makes the rows. Predictions
-are computed by each call, measurements are those of stored results. `make pages` writes the page.
+`page.md` is docs/paper.md with a name in braces where a table is; `rows` makes the rows.
+Predictions are computed by each call, measurements are those of stored results. `make pages` writes
+the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The rows of the paper's tables: the paper's figures from the CSV files here, predictions, and measurements.
+"""The rows of the paper's tables: the paper's figures from the CSV files here, predictions, and
+measurements.
 
 A row has a label, and under `paper`, `predicted` and `measured` a figure or None.
 """
@@ -42,7 +43,9 @@ PROMPT, OUTPUT = 512, 32
 Row = dict[str, Any]
 
 
-def row(label: str, paper: Any = None, predicted: Any = None, measured: Any = None, **more: Any) -> Row:
+def row(
+    label: str, paper: Any = None, predicted: Any = None, measured: Any = None, **more: Any
+) -> Row:
     return {"label": label, "paper": paper, "predicted": predicted, "measured": measured, **more}
 
 
@@ -67,7 +70,10 @@ def throughput() -> list[Row]:
     """Return the main table, and what `benchmarks.gpu` has measured."""
     result = stored_result("gpu")
     return evaluated("throughput_512") + [
-        row(f"{result['hardware']['device']}: {line['label']}", measured=_digits(line["tokens_per_s"]))
+        row(
+            f"{result['hardware']['device']}: {line['label']}",
+            measured=_digits(line["tokens_per_s"]),
+        )
         for line in result["rows"]
     ]
 
@@ -78,7 +84,9 @@ def evaluated(table: str) -> list[Row]:
 
 
 def frontier() -> list[Row]:
-    """Throughput by sequences of a block; for FlexGen the paper names no policies: they are the search's."""
+    """Throughput by sequences of a block; for FlexGen the paper names no policies: they are the
+    search's.
+    """
     rows: list[Row] = []
     for line in _csv("frontier"):
         system, model, sequences = line["system"], line["model"], line["effective_batch_size"]
@@ -104,7 +112,8 @@ def techniques() -> list[Row]:
     for named in _csv("techniques"):
         line, whole = lines[named["line"]], lines[named["of"]]
         paper, predicted = (
-            round(float(line[key]) / float(whole[key]), 3) for key in ("tokens_per_s", "predicted_tokens_per_s")
+            round(float(line[key]) / float(whole[key]), 3)
+            for key in ("tokens_per_s", "predicted_tokens_per_s")
         )
         ours = measured.get(named["measured"])
         rows.append(row(named["label"], paper, predicted, ours and round(ours["ratio"], 3)))
@@ -113,14 +122,20 @@ def techniques() -> list[Row]:
 
 def breakdown() -> list[Row]:
     """OPT-175B without overlap: seconds of each phase, and what share of them each part takes."""
-    (line,) = (line for line in _lines() if (line["model"], line["overlap"], line["system"]) == _WITHOUT_OVERLAP)
+    (line,) = (
+        line
+        for line in _lines()
+        if (line["model"], line["overlap"], line["system"]) == _WITHOUT_OVERLAP
+    )
     rows: list[Row] = []
     for paper in _csv("breakdown"):
         phase = paper.pop("phase")
         sides = [paper, dict(predicted_parts(line, phase))]
         totals = [spent.pop("total") for spent in sides]
         rows.append(row(f"{phase}, seconds", *map(_digits, totals)))
-        shares = [{part: spent[part] / total for part in spent} for spent, total in zip(sides, totals)]
+        shares = [
+            {part: spent[part] / total for part in spent} for spent, total in zip(sides, totals)
+        ]
         for spent in shares:
             spent["all parts"] = sum(spent.values())
         for part in shares[1]:
@@ -142,7 +157,11 @@ def predicted_parts(line: Row, phase: str) -> Iterator[tuple[str, float]]:
         times, passes = costs.decode, costs.decode_passes
 
     def seconds(columns: Mapping[Any, int], *resources: str) -> float:
-        read = (times[name][column] * fractions[column] for name in resources for column in columns.values())
+        read = (
+            times[name][column] * fractions[column]
+            for name in resources
+            for column in columns.values()
+        )
         return passes * float(sum(read))
 
     yield "compute", passes * float(times["compute"] @ fractions)
@@ -170,7 +189,9 @@ def searched(table: str) -> list[Row]:
     rows: list[Row] = []
     for line in _csv("searched"):
         if line["table"] == table:
-            workload = Workload.uniform(*(line[key] for key in ("prompt_len", "gen_len", "num_sequences")))
+            workload = Workload.uniform(
+                *(line[key] for key in ("prompt_len", "gen_len", "num_sequences"))
+            )
             seconds = _searched(line["model"], workload).prediction.latency_s
             rows.append(row(line["label"], line["paper"], round(seconds / line["unit_s"])))
     return rows
@@ -181,7 +202,8 @@ def mixed_lengths() -> list[Row]:
     tasks = stored_result("clients")["tasks"]
     measured = {f"{task['name']} abstract_algebra": task["prompts"]["efficiency"] for task in tasks}
     return [
-        row(line["task"], line["efficiency"], measured=measured.get(line["task"])) for line in _csv("mixed_lengths")
+        row(line["task"], line["efficiency"], measured=measured.get(line["task"]))
+        for line in _csv("mixed_lengths")
     ]
 
 
@@ -252,7 +274,9 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
     entry = resolve(model).entry
     assert entry is not None
     hardware = with_page_cache(with_torch_dequantization(load_profile("t4")))
-    problem = SYSTEMS["flexgen"](entry.config, hardware, workload, precision, compute_bytes=2, limits={})
+    problem = SYSTEMS["flexgen"](
+        entry.config, hardware, workload, precision, compute_bytes=2, limits={}
+    )
     return search(full_memory(problem), (ZIGZAG,))
 
 

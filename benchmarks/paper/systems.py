@@ -1,6 +1,7 @@
 """The systems of the paper's tables, as their released code manages memory and transfers.
 
-They override what `PlanningProblem` says about this engine; all equations stay those of `planner.cost_model`.
+They override what `PlanningProblem` says about this engine; all equations stay those of
+`planner.cost_model`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,26 @@ from dataclasses import dataclass, replace
 from flexgen_helm.hardware.profile import HardwareProfile, Link
 from flexgen_helm.models.config import layer_stage
 from flexgen_helm.planner.placement import Tier
-from flexgen_helm.planner.problem import CD, CG, HC, HD, WC, WD, Affine, BlockShape, PlanningProblem, affine
+from flexgen_helm.planner.problem import (
+    CD,
+    CG,
+    HC,
+    HD,
+    WC,
+    WD,
+    Affine,
+    BlockShape,
+    PlanningProblem,
+    affine,
+)
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PAPER_GROUPS, PRECISIONS, Precision
 
 
 class CompressedTables(Precision):
-    """FlexGen compresses every matrix: embedding table and head too, which our precisions keep in 16 bits."""
+    """FlexGen compresses every matrix: embedding table and head too, which our precisions keep in
+    16 bits.
+    """
 
     def format_of(self, tensor: str) -> GroupFormat | None:
         return self.weights
@@ -28,29 +42,38 @@ COMPRESSED_WEIGHTS = CompressedTables("FlexGen (w)", PAPER_GROUPS)
 
 
 def with_page_cache(hardware: HardwareProfile) -> HardwareProfile:
-    """Return the machine with the rates of a disk whose files go through a page cache that is free."""
+    """Return the machine with the rates of a disk whose files go through a page cache that is
+    free.
+    """
     disk = hardware.disk
     read, write = disk.read_bytes_s * disk.page_cache, disk.write_bytes_s * disk.page_cache
     return replace(hardware, disk=replace(disk, read_bytes_s=read, write_bytes_s=write))
 
 
-# Bytes of memory traffic with which plain operations of PyTorch dequantize an element: from the three compressed rows.
+# Bytes of memory traffic with which plain operations of PyTorch dequantize an element: from the
+# three compressed rows.
 _TORCH_BYTES = 260 / 9
 
 
 def with_torch_dequantization(hardware: HardwareProfile) -> HardwareProfile:
-    """Return the machine as FlexGen uses it, which has no kernel for its compressed weights and cache."""
+    """Return the machine as FlexGen uses it, which has no kernel for its compressed weights and
+    cache.
+    """
     gpu = hardware.gpu
     if gpu is None:
         return hardware
-    return replace(hardware, gpu=replace(gpu, dequantize_elements_s=gpu.memory_bytes_s / _TORCH_BYTES))
+    return replace(
+        hardware, gpu=replace(gpu, dequantize_elements_s=gpu.memory_bytes_s / _TORCH_BYTES)
+    )
 
 
 @dataclass(frozen=True)
 class PaperProblem(PlanningProblem):
-    """FlexGen and DeepSpeed: page-locked weights, pageable cache and hidden states, no chunked prefill.
+    """FlexGen and DeepSpeed: page-locked weights, pageable cache and hidden states, no chunked
+    prefill.
 
-    FlexGen stages half a layer (attention or feed-forward) at a time. The host attends to a cache on the disk too.
+    FlexGen stages half a layer (attention or feed-forward) at a time. The host attends to a cache
+    on the disk too.
     """
 
     max_batch_tokens: int = 1 << 40
@@ -83,21 +106,29 @@ class PaperProblem(PlanningProblem):
     def decode_steps(self, batches: float, sequences: float, resident: bool) -> float:
         return batches
 
-    def staging_memory(self, shape: BlockShape, sequences: float, resident: bool) -> dict[Tier, tuple[Affine, ...]]:
+    def staging_memory(
+        self, shape: BlockShape, sequences: float, resident: bool
+    ) -> dict[Tier, tuple[Affine, ...]]:
         """The half of a layer in use, and the next one."""
         config, work, prompt = self.config, self.compute_bytes, self.workload.prompt
         layer = self.layer_bytes
         shapes = [shape for _, shape in config.stage_tensors(layer_stage(0)) if len(shape) > 1]
         states = prompt * config.hidden_size * shape.gpu_batch_size * work
         per_element = states / config.hidden_size
-        ffn = per_element * max(4 * config.hidden_size, config.hidden_size + max(rows for rows, *_ in shapes))
+        ffn = per_element * max(
+            4 * config.hidden_size, config.hidden_size + max(rows for rows, *_ in shapes)
+        )
         scores = per_element * (2 * config.hidden_size + config.num_heads * prompt)
-        converted = 0.0 if self.precision.weights is None else self.layer_elements / len(shapes) * work
+        converted = (
+            0.0 if self.precision.weights is None else self.layer_elements / len(shapes) * work
+        )
         fetched = {WC: layer, WD: layer, HC: states, HD: states}
         from_disk = affine(0.0, {WD: layer, HD: states})
         positions = 0 if shape.schedule.is_single_pass else self.workload.longest
         cache = sequences * positions * self.kv_elements * self.cache_bytes
-        batch_of_layer = affine(0.0, {CD: cache / config.num_layers / max(1, shape.num_gpu_batches)})
+        batch_of_layer = affine(
+            0.0, {CD: cache / config.num_layers / max(1, shape.num_gpu_batches)}
+        )
         return {
             "gpu": (affine(ffn + converted, fetched), affine(converted, {**fetched, CG: scores})),
             "cpu": (from_disk, from_disk + batch_of_layer),

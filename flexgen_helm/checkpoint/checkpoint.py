@@ -1,7 +1,9 @@
-"""The contract of all weights: a config, an identity, and tensors by canonical name, checked as they are read.
+"""The contract of all weights: a config, an identity, and tensors by canonical name, checked as
+they are read.
 
-Matrices are rounded to 16 bits once. Vectors are not rounded: they are small, and norms matter more than matrices. In
-float16 Gemma's, which GGUF files store as 1 + w in float32, moved log-probabilities by up to 3e-3.
+Matrices are rounded to 16 bits once. Vectors are not rounded: they are small, and norms matter more
+than matrices. In float16 Gemma's, which GGUF files store as 1 + w in float32, moved
+log-probabilities by up to 3e-3.
 """
 
 from __future__ import annotations
@@ -32,35 +34,48 @@ if TYPE_CHECKING:
     from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 
 # Types that a tensor can have without scales.
-FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-# Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16 at all. Values from
-# 2^-17 on lose nothing, smaller ones at most 2^-25.
+FLOAT_TYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+# Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16
+# at all. Values from 2^-17 on lose nothing, smaller ones at most 2^-25.
 _MAX_FLOAT16_ERROR = 2.0**-9
-# Elements of this quadratic mean or more lose less in float16: at most 2^-25, or 2^-11 of themselves, each.
+# Elements of this quadratic mean or more lose less in float16: at most 2^-25, or 2^-11 of
+# themselves, each.
 _SAFE_NORM = 2.0**-15
 _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
-# Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its result.
+# Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its
+# result.
 TILE_ELEMENTS = 1 << 20
 MOST_THREADS = 4  # that read a tensor; each holds a tile
 
 
 class Checkpoint(ABC):
-    """Weights of one model. Opening reads headers only; each tensor is read, checked and rounded on request.
+    """Weights of one model. Opening reads headers only; each tensor is read, checked and rounded on
+    request.
 
     No file stays open, and reads from several threads do not disturb each other.
 
     config: sizes and features of the model.
-    formats, gathers: of the matrices that rest as published, by name, which `packed_tiles` reads; whether from several
-        places each.
-    storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16 for float32 and
-        GGUF weights. Weights that another tool quantized have the type of their scales.
-    rounded: stored type -> share of the matrices' elements that have it, and are rounded to `storage_dtype`.
-    as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed `storage_dtype`.
-    tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or None.
+    formats, gathers: of the matrices that rest as published, by name, which `packed_tiles` reads;
+        whether from several places each.
+    storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16
+        for float32 and GGUF weights. Weights that another tool quantized have the type of their
+        scales.
+    rounded: stored type -> share of the matrices' elements that have it, and are rounded to
+        `storage_dtype`.
+    as_float16: the checkpoint's own type is bfloat16, and `read_as_float16` has changed
+        `storage_dtype`.
+    tokenizer_path: a folder with tokenizer files, or the .gguf file that contains a tokenizer, or
+        None.
     folder: of the model; None without one that has a `config.json`.
-    ignored_settings: of sampling, that a GGUF file has or a `generation_config.json` beside it; they change nothing.
-    origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or file. Filled by
-        `open_checkpoint`.
+    ignored_settings: of sampling, that a GGUF file has or a `generation_config.json` beside it;
+        they change nothing.
+    origin: for records; a repository with its commit ('org/repo@0123…'), or the name of a folder or
+        file. Filled by `open_checkpoint`.
     config_content: of `config.json`; None where there is none (GGUF files, dummy weights).
     """
 
@@ -80,11 +95,15 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Identity of the content in hexadecimal digits: equal for equal weights, whatever the path."""
+        """Identity of the content in hexadecimal digits: equal for equal weights, whatever the
+        path.
+        """
 
     @abstractmethod
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the tensor's elements in the file's order, as flat floating-point tensors of about a tile."""
+        """Yield the tensor's elements in the file's order, as flat floating-point tensors of about
+        a tile.
+        """
 
     def _title(self, name: str) -> str:
         """File and tensor, for messages."""
@@ -117,7 +136,10 @@ class Checkpoint(ABC):
             pass
 
     def _packed_tiles(
-        self, name: str, memory: Callable[[int, int], torch.Tensor], dtype: torch.dtype = torch.float32
+        self,
+        name: str,
+        memory: Callable[[int, int], torch.Tensor],
+        dtype: torch.dtype = torch.float32,
     ) -> Iterator[torch.Tensor]:
         """Read tiles to memory of their rows [count, row bytes]."""
         width, fmt, title = self.shapes[name][1], self.formats[name], self._title(name)
@@ -126,22 +148,34 @@ class Checkpoint(ABC):
             assert stored.published is not None
             fill = filler(stored.published, title)
 
-            def read(tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill) -> torch.Tensor:
+            def read(
+                tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill
+            ) -> torch.Tensor:
                 packed = memory(at + tile[0], tile[1])
                 fill(tile[0], packed)
                 if not_finite(packed, fmt):
-                    raise CheckpointError(f"{title} contains a value that is not finite; fetch the model again")
+                    raise CheckpointError(
+                        f"{title} contains a value that is not finite; fetch the model again"
+                    )
                 if dtype != torch.float32 and largest(packed, fmt) > torch.finfo(dtype).max:
                     self._require_finite(name, decode(packed, fmt).view(-1))
                 return packed.view(-1)
 
-            yield from computed_ahead(read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, stay_alone)
+            yield from computed_ahead(
+                read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, stay_alone
+            )
             done += len(rows)
 
     def _stored(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
-        """Return the rows of files that are a matrix, and whether they are [in, out]; none of dummy weights."""
+        """Return the rows of files that are a matrix, and whether they are [in, out]; none of dummy
+        weights.
+        """
         tensor = self._tensors.get(name)
-        return ([], False) if tensor is None else ([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
+        return (
+            ([], False)
+            if tensor is None
+            else ([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
+        )
 
     def _published_formats(self) -> dict[str, BlockFormat]:
         """Return the formats of the matrices that rest as published."""
@@ -149,7 +183,9 @@ class Checkpoint(ABC):
         for name in (name for name, shape in self.shapes.items() if len(shape) == 2):
             parts, transposed = self._stored(name)
             formats = {
-                published.fmt if (published := stored.published) and published.transposed == transposed else None
+                published.fmt
+                if (published := stored.published) and published.transposed == transposed
+                else None
                 for stored, _ in parts
             }
             fmt = formats.pop() if len(formats) == 1 else None
@@ -158,54 +194,90 @@ class Checkpoint(ABC):
         return found
 
     def stored_rows(self, name: str) -> Sequence[StoredRows]:
-        """Return where files have the rows of a matrix as it rests, in order; none where they have another type."""
+        """Return where files have the rows of a matrix as it rests, in order; none where they have
+        another type.
+        """
         parts, transposed = self._stored(name)
         if name in self.formats:
-            return [StoredRows(rows, p.planes) for stored, rows in parts if (p := stored.published) and p.planes]
+            return [
+                StoredRows(rows, p.planes)
+                for stored, rows in parts
+                if (p := stored.published) and p.planes
+            ]
         size = self.storage_dtype.itemsize
         in_place = [
-            StoredRows(rows, (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),))
+            StoredRows(
+                rows,
+                (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),),
+            )
             for stored, rows in parts
             for part in stored.parts[:1]
             # The header of an old file may have any length.
-            if stored.is_plain and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype and part.offset % size == 0
+            if stored.is_plain
+            and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype
+            and part.offset % size == 0
         ]
         return in_place if len(in_place) == len(parts) and self._reordering(name) is None else ()
 
     @property
     def expanded(self) -> Mapping[str, tuple[int, int]]:
-        """Stored type -> bytes of quantized matrices that do not rest as published: in files, and in 16 bits."""
+        """Stored type -> bytes of quantized matrices that do not rest as published: in files, and
+        in 16 bits.
+        """
         found: dict[str, tuple[int, int]] = {}
-        for name in (name for name, shape in self.shapes.items() if len(shape) == 2 and name not in self.formats):
+        for name in (
+            name
+            for name, shape in self.shapes.items()
+            if len(shape) == 2 and name not in self.formats
+        ):
             parts, _ = self._stored(name)
             elements = prod(self.shapes[name]) // max(1, len(parts))
             for stored, _ in parts:
                 if not stored.is_plain:
                     kind, size = stored.parts[0].dtype, sum(part.size for part in stored.parts)
                     in_files, in_16_bits = found.get(kind, (0, 0))
-                    found[kind] = in_files + size * elements // prod(stored.shape), in_16_bits + 2 * elements
+                    found[kind] = (
+                        in_files + size * elements // prod(stored.shape),
+                        in_16_bits + 2 * elements,
+                    )
         return found
 
     def order(self, name: str) -> torch.Tensor | None:
-        """Return which row of the file is each row of one of `formats`; None where all are in order."""
+        """Return which row of the file is each row of one of `formats`; None where all are in
+        order.
+        """
         return None
 
     def _choose_type(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Choose bfloat16 if most elements of matrices have it, else float16, which rounds less; note what is rounded.
+        """Choose bfloat16 if most elements of matrices have it, else float16, which rounds less;
+        note what is rounded.
 
         tensors: stored type and shape of each; no type for one that rests as published.
         """
         elements: Counter[str] = Counter()
         for dtype, shape in tensors:
             elements[dtype] += prod(shape) if len(shape) > 1 else 0
-        kept = "BF16" if 2 * elements["BF16"] > sum(elements[dtype] for dtype in FLOAT_TYPES) else "F16"
+        kept = (
+            "BF16"
+            if 2 * elements["BF16"] > sum(elements[dtype] for dtype in FLOAT_TYPES)
+            else "F16"
+        )
         self.storage_dtype = torch.bfloat16 if kept == "BF16" else torch.float16
-        rounded = {dtype: number for dtype, number in elements.items() if number and dtype not in ("", kept)}
+        rounded = {
+            dtype: number
+            for dtype, number in elements.items()
+            if number and dtype not in ("", kept)
+        }
         self.rounded = {dtype: number / sum(elements.values()) for dtype, number in rounded.items()}
 
     def read_as_float16(self, as_float16: bool) -> None:
-        """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as they are read."""
-        self.as_float16, self.storage_dtype = as_float16, torch.float16 if as_float16 else torch.bfloat16
+        """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as
+        they are read.
+        """
+        self.as_float16, self.storage_dtype = (
+            as_float16,
+            torch.float16 if as_float16 else torch.bfloat16,
+        )
 
     def tensor(self, name: str, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
         """Read one tensor: on the CPU, contiguous, each value rounded once from the source.
@@ -214,9 +286,9 @@ class Checkpoint(ABC):
 
         empty: makes its memory, of a shape and a `dtype`.
 
-        Raises `CheckpointError` naming file and tensor if the file is short or changed, or if a value is not finite
-        before or after rounding; `Float16Error` if float16 has not the values of a bfloat16 checkpoint; KeyError for a
-        name that the model does not have.
+        Raises `CheckpointError` naming file and tensor if the file is short or changed, or if a
+        value is not finite before or after rounding; `Float16Error` if float16 has not the values
+        of a bfloat16 checkpoint; KeyError for a name that the model does not have.
         """
         tensor = empty(self.shapes[name], dtype=self._dtype_of(name))
         flat, done = tensor.view(-1), 0
@@ -228,7 +300,9 @@ class Checkpoint(ABC):
         return tensor if reorder is None else reorder(tensor)
 
     def tiles(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the values of `tensor`, flat and in order; about a tile at a time unless they must be reordered."""
+        """Yield the values of `tensor`, flat and in order; about a tile at a time unless they must
+        be reordered.
+        """
         if self._reordering(name) is not None:
             yield self.tensor(name).view(-1)
             return
@@ -253,29 +327,50 @@ class Checkpoint(ABC):
                 total += norm**2
             yield tile.to(self._dtype_of(name))
         if error > _MAX_FLOAT16_ERROR**2 * total:
-            lost = f"{self._title(name)} would lose {(error / total) ** 0.5:.1%} of its norm in float16"
-            raise Float16Error(lost) if self.as_float16 else CheckpointError(f"{lost}; {_SAVE_AS_BFLOAT16}")
+            lost = (
+                f"{self._title(name)} would lose {(error / total) ** 0.5:.1%} of its norm in "
+                "float16"
+            )
+            raise (
+                Float16Error(lost)
+                if self.as_float16
+                else CheckpointError(f"{lost}; {_SAVE_AS_BFLOAT16}")
+            )
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if len(self.shapes[name]) == 1 else self.storage_dtype
 
     def _computed_dtype(self, name: str) -> torch.dtype:
-        """Return the smallest dtype that a device computes with, whose range the tensor must fit."""
+        """Return the smallest dtype that a device computes with, whose range the tensor must
+        fit.
+        """
         return torch.float32 if self.config.has_float32(name) else self.storage_dtype
 
     def _require_finite(self, name: str, tile: torch.Tensor) -> None:
-        # NaN propagates through minimum and maximum, and rounding is monotone: two numbers stand for all.
+        # NaN propagates through minimum and maximum, and rounding is monotone: two numbers stand
+        # for all.
         extremes = torch.stack(torch.aminmax(tile))
         if not extremes.isfinite().all():
-            raise CheckpointError(f"{self._title(name)} contains a value that is not finite; fetch the model again")
+            raise CheckpointError(
+                f"{self._title(name)} contains a value that is not finite; fetch the model again"
+            )
         if not extremes.to(self._computed_dtype(name)).isfinite().all():
-            largest, dtype = float(extremes.abs().max()), str(self._computed_dtype(name)).removeprefix("torch.")
+            largest, dtype = (
+                float(extremes.abs().max()),
+                str(self._computed_dtype(name)).removeprefix("torch."),
+            )
             wrong = f"{self._title(name)} contains {largest:g}, too large for {dtype}"
-            raise Float16Error(wrong) if self.as_float16 else CheckpointError(f"{wrong}; {_SAVE_AS_BFLOAT16}")
+            raise (
+                Float16Error(wrong)
+                if self.as_float16
+                else CheckpointError(f"{wrong}; {_SAVE_AS_BFLOAT16}")
+            )
 
 
 def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Whether two tensors of equal shape, given in tiles of equal sizes, have the same elements in float32."""
+    """Whether two tensors of equal shape, given in tiles of equal sizes, have the same elements in
+    float32.
+    """
     return all(
         one is not None and two is not None and torch.equal(one.float(), two.float())
         for one, two in zip_longest(first, second)
@@ -298,13 +393,18 @@ _STD = 0.02
 class DummyCheckpoint(Checkpoint):
     """Each tensor follows from (seed, name) alone, in whatever order tensors are read.
 
-    Matrices and tables are normal with a standard deviation of 0.02. Those that write into the residual stream
-    (`attn.o`, `down`) are smaller by the square root of their number, which keeps the hidden states of deep models of
-    order one, far inside float16. Norms multiply by 1, norm biases are 0, other biases a tenth of the matrices'.
+    Matrices and tables are normal with a standard deviation of 0.02. Those that write into the
+    residual stream (`attn.o`, `down`) are smaller by the square root of their number, which keeps
+    the hidden states of deep models of order one, far inside float16. Norms multiply by 1, norm
+    biases are 0, other biases a tenth of the matrices'.
     """
 
     def __init__(
-        self, config: ModelConfig, seed: int, storage_dtype: torch.dtype, tokenizer_path: Path | None = None
+        self,
+        config: ModelConfig,
+        seed: int,
+        storage_dtype: torch.dtype,
+        tokenizer_path: Path | None = None,
     ) -> None:
         self.config, self.storage_dtype, self.tokenizer_path = config, storage_dtype, tokenizer_path
         self._seed = seed
@@ -312,7 +412,10 @@ class DummyCheckpoint(Checkpoint):
     @property
     def fingerprint(self) -> str:
         # The config's text has every size, and torch's version decides the numbers drawn.
-        text = f"dummy 1 {self._seed} {self.storage_dtype} {torch.__version__} {self.config.identity_text()}"
+        text = (
+            f"dummy 1 {self._seed} {self.storage_dtype} {torch.__version__} "
+            f"{self.config.identity_text()}"
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _title(self, name: str) -> str:

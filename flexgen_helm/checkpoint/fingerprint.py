@@ -1,4 +1,6 @@
-"""Identity of files: hashes that are remembered while a file is unchanged, or compared with the hub's. No torch."""
+"""Identity of files: hashes that are remembered while a file is unchanged, or compared with the
+hub's. No torch.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,20 @@ from flexgen_helm.files import naming, refuse_lfs_pointer
 from flexgen_helm.progress import ProgressPhase, report
 
 _HASHES = "hashes.json"
-# A file that changes twice within one tick of the clock keeps its date: the hash of one this young is not remembered.
+# A file that changes twice within one tick of the clock keeps its date: the hash of one this young
+# is not remembered.
 _SETTLED_NS = 2_000_000_000
 _SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
-# A file of at most so many bytes is hashed as fast as its hash is looked up, so nothing is remembered of it.
+# A file of at most so many bytes is hashed as fast as its hash is looked up, so nothing is
+# remembered of it.
 _SMALL = 1 << 20
 # Bytes between two reports of progress.
 _REPORT_EVERY = 64 << 20
 
-# Size in bytes, modification time in nanoseconds, inode, and time of the last change of content or inode: they change
-# with a file's content. Only the last one, which no program can set, tells of an edit whose date was put back.
+# Size in bytes, modification time in nanoseconds, inode, and time of the last change of content or
+# inode: they change with a file's content. Only the last one, which no program can set, tells of an
+# edit whose date was put back.
 Stamp = tuple[int, int, int, int]
 
 
@@ -49,7 +54,9 @@ def _explain_os_errors(path: Path, what: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a checkpoint as it was when the checkpoint was opened; `read` refuses one that has changed since."""
+    """A file of a checkpoint as it was when the checkpoint was opened; `read` refuses one that has
+    changed since.
+    """
 
     path: Path
     stamp: Stamp
@@ -66,7 +73,9 @@ class SourceFile:
         return self.stamp[0]
 
     def read(self, offset: int, size: int, what: str) -> bytearray:
-        """Read `size` bytes from `offset` on, without mapping: the page cache does not count as our memory."""
+        """Read `size` bytes from `offset` on, without mapping: the page cache does not count as our
+        memory.
+        """
         buffer = bytearray(size)
         self.read_into(memoryview(buffer), offset, what)
         return buffer
@@ -84,10 +93,15 @@ class SourceFile:
                 done += count
 
     def require_unchanged(self, descriptor: int, what: str) -> None:
-        """Raise `CheckpointError` if the file that is open there is not the one that was seen first."""
-        # Without the time of the inode: a link or a right that is given meanwhile changes no content.
+        """Raise `CheckpointError` if the file that is open there is not the one that was seen
+        first.
+        """
+        # Without the time of the inode: a link or a right that is given meanwhile changes no
+        # content.
         if _stamp(os.fstat(descriptor))[:3] != self.stamp[:3]:
-            raise CheckpointError(f"{self.path} has changed since it was opened, while reading {what}")
+            raise CheckpointError(
+                f"{self.path} has changed since it was opened, while reading {what}"
+            )
 
 
 # ---- fingerprints ----
@@ -100,7 +114,9 @@ def content_fingerprint(files: Iterable[Path]) -> str:
 
 
 def snapshot_fingerprint(repo: str, commit: str, sizes: Mapping[str, int]) -> str:
-    """Return the identity of a hub snapshot: repository, commit, and sizes in bytes of its files; nothing is hashed."""
+    """Return the identity of a hub snapshot: repository, commit, and sizes in bytes of its files;
+    nothing is hashed.
+    """
     text = json.dumps([repo, commit, sorted(sizes.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -109,7 +125,8 @@ def snapshot_fingerprint(repo: str, commit: str, sizes: Mapping[str, int]) -> st
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content; that of a large one is remembered in `hashes.json` by path and stamp.
+    """Return the SHA-256 of a file's content; that of a large one is remembered in `hashes.json` by
+    path and stamp.
 
     Raises `CheckpointError` if the file cannot be read or changes meanwhile.
     """
@@ -120,7 +137,9 @@ def file_sha256(path: Path) -> str:
             return known
         digest = hash_file(path)
         if _stamp(path.stat()) != stamp:
-            raise CheckpointError(f"{path} changed while it was being hashed; wait until it is complete")
+            raise CheckpointError(
+                f"{path} changed while it was being hashed; wait until it is complete"
+            )
     if not is_small:
         remember(path, "sha256", digest, stamp)
     return digest
@@ -150,7 +169,11 @@ def hash_file(path: Path) -> str:
 def recall(path: Path, key: str, stamp: Stamp) -> str | None:
     """Return what was remembered of a file under `key` when it had this stamp."""
     entry = read_state(_HASHES).get(str(path.resolve()))
-    if isinstance(entry, dict) and entry.get("stamp") == list(stamp) and isinstance(entry.get(key), str):
+    if (
+        isinstance(entry, dict)
+        and entry.get("stamp") == list(stamp)
+        and isinstance(entry.get(key), str)
+    ):
         return str(entry[key])
     return None
 
@@ -178,10 +201,12 @@ def forget(path: Path) -> None:
 
 
 def check_blobs(files: Iterable[Path], *, hash_again: bool = False) -> None:
-    """Compare files of a hub snapshot with the names of their blobs, which are hashes of the content.
+    """Compare files of a hub snapshot with the names of their blobs, which are hashes of the
+    content.
 
-    Weights are named by their SHA-256, which is remembered unless `hash_again`; small files by git's SHA-1. A file
-    that is not a link to a blob is skipped. Raises `CheckpointError` naming file and blob.
+    Weights are named by their SHA-256, which is remembered unless `hash_again`; small files by
+    git's SHA-1. A file that is not a link to a blob is skipped. Raises `CheckpointError` naming
+    file and blob.
     """
     for file in files:
         blob = blob_of(file)
@@ -194,16 +219,20 @@ def check_blobs(files: Iterable[Path], *, hash_again: bool = False) -> None:
         else:
             with _explain_os_errors(blob):
                 content = blob.read_bytes()
-            digest = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+            digest = hashlib.sha1(
+                b"blob %d\0" % len(content) + content, usedforsecurity=False
+            ).hexdigest()
         if digest != blob.name:
             raise CheckpointError(
-                f"{file} is damaged: its hash is {digest[:16]}…, but the hub gave {blob.name[:16]}…; delete {blob} and "
-                "run the same command again"
+                f"{file} is damaged: its hash is {digest[:16]}…, but the hub gave "
+                f"{blob.name[:16]}…; delete {blob} and run the same command again"
             )
 
 
 def blob_of(file: Path) -> Path | None:
-    """Return the hub's blob that a snapshot's link leads to, whose name is a hash; None for any other file."""
+    """Return the hub's blob that a snapshot's link leads to, whose name is a hash; None for any
+    other file.
+    """
     if not file.is_symlink():
         return None
     target = file.parent / os.readlink(file)

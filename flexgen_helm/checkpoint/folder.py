@@ -1,4 +1,6 @@
-"""The files of a model folder. `config.json` is data: code that it names (`auto_map`) is never looked at. No torch."""
+"""The files of a model folder. `config.json` is data: code that it names (`auto_map`) is never
+looked at. No torch.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ _NO_WEIGHTS = (".", "training_args", "optimizer", "scheduler", "scaler", "rng_st
 
 
 def require_small_file(path: Path) -> None:
-    """Raise `CheckpointError` for what reading would never end, or would fill the memory, and for a Git LFS pointer.
+    """Raise `CheckpointError` for what reading would never end, or would fill the memory, and for a
+    Git LFS pointer.
 
-    A missing file passes. Links are followed, because a hub snapshot consists of them. They may lead to a device.
+    A missing file passes. Links are followed, because a hub snapshot consists of them. They may
+    lead to a device.
     """
     try:
         status = path.stat()
@@ -54,7 +58,9 @@ def require_small_file(path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is no regular file; remove it, or fetch the model again")
     if status.st_size > _MAX_SMALL_FILE:
-        raise CheckpointError(f"{path} has {size(status.st_size)}, too many for such a file; fetch the model again")
+        raise CheckpointError(
+            f"{path} has {size(status.st_size)}, too many for such a file; fetch the model again"
+        )
     refuse_lfs_pointer(path)
 
 
@@ -64,7 +70,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; the folder is incomplete or no model folder") from error
+        raise CheckpointError(
+            f"{path} is missing; the folder is incomplete or no model folder"
+        ) from error
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no readable JSON: {error}") from error
     if not isinstance(content, dict):
@@ -75,18 +83,20 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(
     folder: Path, find: Callable[[Mapping[str, Any]], Architecture] = architecture_of_config
 ) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
-    """Return the architecture, the model config, and the content of `config.json` of a model folder.
+    """Return the architecture, the model config, and the content of `config.json` of a model
+    folder.
 
     find: says which architecture a content is of.
 
-    Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is missing,
-    incomplete, or of weights that are quantized in a way that cannot be read.
+    Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is
+    missing, incomplete, or of weights that are quantized in a way that cannot be read.
     """
     path = folder / CONFIG
     if (adapter := folder / "adapter_config.json").is_file():
         raise CheckpointError(
-            f"{adapter} describes an adapter, which is not applied to weights here; merge it into its base "
-            f"(`merge_and_unload` of peft) and save that, or remove the file to evaluate the weights beside it"
+            f"{adapter} describes an adapter, which is not applied to weights here; merge it into "
+            "its base (`merge_and_unload` of peft) and save that, or remove the file to evaluate "
+            "the weights beside it"
         )
     content = read_json(path)
     try:
@@ -94,7 +104,9 @@ def read_config(
     except UnsupportedArchitectureError as error:
         if "auto_map" not in content:
             raise
-        raise UnsupportedArchitectureError(f"{error}; the code that {path} names (auto_map) is never run") from None
+        raise UnsupportedArchitectureError(
+            f"{error}; the code that {path} names (auto_map) is never run"
+        ) from None
     read_quantization(content, path)  # refuses formats that cannot be read
     return architecture, model_config_from(architecture.read_config, content, path), content
 
@@ -104,7 +116,8 @@ def model_config_from(
 ) -> ModelConfig:
     """Apply an architecture's reader to the content of `path`.
 
-    Raises `CheckpointError` if an entry is missing, of the wrong kind, or such as no model can have.
+    Raises `CheckpointError` if an entry is missing, of the wrong kind, or such as no model can
+    have.
     """
     try:
         config = read(content)
@@ -120,11 +133,16 @@ def model_config_from(
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return the files of a GGUF model by the name of its first: m-00001-of-00003.gguf has two more beside it."""
+    """Return the files of a GGUF model by the name of its first: m-00001-of-00003.gguf has two more
+    beside it.
+    """
     stem, _, count = path.stem.rpartition("-00001-of-")
     if not stem or len(count) != 5 or not count.isdecimal():
         return [path]
-    return [path, *(path.with_name(f"{stem}-{part:05}-of-{count}.gguf") for part in range(2, int(count) + 1))]
+    return [
+        path,
+        *(path.with_name(f"{stem}-{part:05}-of-{count}.gguf") for part in range(2, int(count) + 1)),
+    ]
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
@@ -133,7 +151,8 @@ def tokenizer_folder(folder: Path) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's safetensors files: the single one, those that the index names, or the only one there is.
+    """Return a folder's safetensors files: the single one, those that the index names, or the only
+    one there is.
 
     Raises `CheckpointError` if one is missing or outside the folder, or if all weights are pickled.
     """
@@ -141,18 +160,23 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
         return [folder / name for name in sorted(set(read_index(folder / INDEX).values()))]
-    files = sorted(file for file in folder.glob("[!.]*.safetensors") if file.is_file())  # a link may lead nowhere
+    # a link may lead nowhere
+    files = sorted(file for file in folder.glob("[!.]*.safetensors") if file.is_file())
     if len(files) == 1:
         return files
     if files:
-        raise CheckpointError(f"{folder} has {len(files)} safetensors files but no {INDEX} that orders them")
+        raise CheckpointError(
+            f"{folder} has {len(files)} safetensors files but no {INDEX} that orders them"
+        )
     if pickle_names([file.name for file in folder.iterdir()]):
         raise only_pickled_weights(str(folder), str(folder))
     raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
 
 
 def identity_files(path: Path) -> list[Path]:
-    """Return the files that tell a folder's weights from others; path: the folder, or one safetensors file in it."""
+    """Return the files that tell a folder's weights from others; path: the folder, or one
+    safetensors file in it.
+    """
     folder = path.parent if path.is_file() else path
     small = (folder / name for name in (CONFIG, *TOKENIZER_FILES))
     weights = [path] if path.is_file() else weight_files(folder)
@@ -171,19 +195,27 @@ def read_index(index: Path, must_exist: bool = True) -> dict[str, str]:
     Raises `CheckpointError` if a file is outside the folder, or missing while it `must_exist`.
     """
     shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(v, str) for v in shards.values()):
+    if (
+        not isinstance(shards, dict)
+        or not shards
+        or not all(isinstance(v, str) for v in shards.values())
+    ):
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")
     for name in sorted(set(shards.values())):
         # By name, not by where links lead: a hub snapshot consists of links to its blobs.
         if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{index} names {name}, which is outside the folder")
         if must_exist and not os.path.isfile(index.parent / name):
-            raise CheckpointError(f"{index} names {name[:200]}, which is missing; fetch the model again")
+            raise CheckpointError(
+                f"{index} names {name[:200]}, which is missing; fetch the model again"
+            )
     return shards
 
 
 def pickle_names(names: Collection[str]) -> list[str]:
-    """Return which of a folder's file names hold pickled weights: the usual one, the index, or any others."""
+    """Return which of a folder's file names hold pickled weights: the usual one, the index, or any
+    others.
+    """
     for usual in (PICKLE, PICKLE_INDEX):
         if usual in names:
             return [usual]
@@ -204,6 +236,6 @@ def require_space(folder: Path, needed: int, subject: str, remedy: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"{subject} {size(needed)} and {size(free)} are free in {folder}: {exact_size(needed - free)} are missing; "
-            f"make room, or {remedy}"
+            f"{subject} {size(needed)} and {size(free)} are free in {folder}: "
+            f"{exact_size(needed - free)} are missing; make room, or {remedy}"
         )

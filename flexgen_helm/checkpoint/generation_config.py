@@ -1,4 +1,6 @@
-"""Settings of `generation_config.json`: what `generate` of transformers would apply beside a request. No torch."""
+"""Settings of `generation_config.json`: what `generate` of transformers would apply beside a
+request. No torch.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ SAMPLED: Mapping[str, tuple[Any, ...]] = {
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "assistant_ensemble_weight": (),
     "cache_implementation": (
-        "dynamic", "dynamic_full", "hybrid", "hybrid_chunked", "offloaded", "offloaded_static", "paged",
-        "sliding_window", "static",
+        "dynamic", "dynamic_full", "hybrid", "hybrid_chunked", "offloaded", "offloaded_static",
+        "paged", "sliding_window", "static",
     ),  # a quantized cache changes values
     "constraints": (),
     "dola_layers": (),
@@ -61,19 +63,21 @@ IRRELEVANT: Mapping[str, tuple[str, ...]] = {
         "do_sample", "max_length", "max_new_tokens", "num_return_sequences", "temperature", "top_p",
     ),
     "the tokenizer reads it": ("bos_token_id", "eos_token_id", "pad_token_id"),
-    "beams alone have it": ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups"),
+    "beams alone "
+    "have it": ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups"),
     "encoders alone have it": ("decoder_start_token_id",),
     "drafts change the speed": (
-        "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "max_matching_ngram_size",
-        "num_assistant_tokens", "num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "speculation_type",
-        "target_lookbehind", "use_mtp",
+        "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
+        "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
+        "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_mtp",
     ),
     "it divides the work": (
-        "cache_config", "compile_config", "continuous_batching_config", "disable_compile", "low_memory",
-        "max_cache_len", "prefill_chunk_size", "use_cache",
+        "cache_config", "compile_config", "continuous_batching_config", "disable_compile",
+        "low_memory", "max_cache_len", "prefill_chunk_size", "use_cache",
     ),
     "it adds outputs": (
-        "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
+        "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+        "return_dict_in_generate",
     ),
     "a logit that is not finite fails its request": ("remove_invalid_values",),
     "the order of tokens stays": ("renormalize_logits",),
@@ -119,9 +123,15 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
         parts = (content.get(name) for name in ("decoder", "generator", "text_config"))
         nested: Any = next(filter(None, parts), {})
         if not isinstance(nested, Mapping):
-            raise CheckpointError(f"{path} is damaged: it describes a part of the model by {repr(nested)[:80]}")
+            raise CheckpointError(
+                f"{path} is damaged: it describes a part of the model by {repr(nested)[:80]}"
+            )
         given = {name: value for name, value in content.items() if value is not None}
-        content = {name: value for name, value in {**nested, **given}.items() if name in (*_MATTERING, "top_p")}
+        content = {
+            name: value
+            for name, value in {**nested, **given}.items()
+            if name in (*_MATTERING, "top_p")
+        }
     found = {
         name: value
         for name, value in content.items()
@@ -133,17 +143,21 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
         if name not in ALWAYS and name not in SAMPLED:
             verb = "supported" if name in REFUSED else "known here"
             raise CheckpointError(
-                f"{path} sets {name} to {repr(value)[:80]}, which is not {verb} and may change answers; "
-                "--generation-config ignore leaves the file's settings out"
+                f"{path} sets {name} to {repr(value)[:80]}, which is not {verb} and may change "
+                "answers; --generation-config ignore leaves the file's settings out"
             )
     top_p = 1.0 if content.get("top_p") is None else content["top_p"]
     if not isinstance(top_p, (int, float)):
         raise CheckpointError(f"{path} sets top_p to {repr(top_p)[:80]}, which is no number")
-    return GenerationSettings(path, applied=found, eos_ids=configured_eos_ids(folder), top_p=float(top_p))
+    return GenerationSettings(
+        path, applied=found, eos_ids=configured_eos_ids(folder), top_p=float(top_p)
+    )
 
 
 def configured_eos_ids(folder: Path) -> set[int]:
-    """Return every `eos_token_id` (an id or a list of them) of the generation and the model configuration."""
+    """Return every `eos_token_id` (an id or a list of them) of the generation and the model
+    configuration.
+    """
     ids: set[int] = set()
     for name in (GENERATION_CONFIG, CONFIG):
         if not (folder / name).is_file():
@@ -157,6 +171,8 @@ def configured_eos_ids(folder: Path) -> set[int]:
             value = section.get("eos_token_id")
             listed = value if isinstance(value, list) else [] if value is None else [value]
             if not all(isinstance(token_id, int) for token_id in listed):
-                raise CheckpointError(f"{folder / name} gives eos_token_id as {repr(value)[:80]}, not as token ids")
+                raise CheckpointError(
+                    f"{folder / name} gives eos_token_id as {repr(value)[:80]}, not as token ids"
+                )
             ids.update(listed)
     return ids

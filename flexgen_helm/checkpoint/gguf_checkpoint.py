@@ -41,22 +41,27 @@ _OF_REQUESTS = (f"{_SAMPLING}temp", f"{_SAMPLING}top_p")
 
 
 class GgufCheckpoint(Checkpoint):
-    """Opening reads the header (a tenth of a second, most of it the vocabulary) and checks every tensor's extent."""
+    """Opening reads the header (a tenth of a second, most of it the vocabulary) and checks every
+    tensor's extent.
+    """
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
-        name, kind = str(header.metadata.get("general.architecture")), header.metadata.get("general.type", "model")
+        name, kind = (
+            str(header.metadata.get("general.architecture")),
+            header.metadata.get("general.type", "model"),
+        )
         if kind != "model":
             raise UnsupportedArchitectureError(
-                f"{path} is no language model but of the kind {kind!r} ({name}); name the model's own file, into which "
-                f"an adapter must be merged first (llama-export-lora)"
+                f"{path} is no language model but of the kind {kind!r} ({name}); name the model's "
+                f"own file, into which an adapter must be merged first (llama-export-lora)"
             )
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():
             if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
                 raise CheckpointError(
-                    f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor {tensor.name}; "
-                    "fetch it again"
+                    f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor "
+                    f"{tensor.name}; fetch it again"
                 )
             _require_known_type(tensor)
         architecture = architecture_of_gguf(name)
@@ -77,19 +82,28 @@ class GgufCheckpoint(Checkpoint):
         if (path.parent / GENERATION_CONFIG).is_file():
             self.ignored_settings |= read_generation_settings(path.parent, "ignore").ignored
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
-        logical = {name: _logical_tensor(tensor, tensors.get(_scale_of(name))) for name, tensor in tensors.items()}
+        logical = {
+            name: _logical_tensor(tensor, tensors.get(_scale_of(name)))
+            for name, tensor in tensors.items()
+        }
         self._tensors = match_tensors(self.config, architecture.gguf_tensors, logical, path)
         used = {part.name for matched in self._tensors.values() for part in matched.stored.parts}
         if factors is not None:
             used |= {*factor_names, _LONG_FACTORS}
         # Input scales are for kernels that quantize activations too, which nothing here does.
-        if unread := sorted(name for name in tensors.keys() - used if not name.endswith(".input_scale")):
+        if unread := sorted(
+            name for name in tensors.keys() - used if not name.endswith(".input_scale")
+        ):
             raise UnsupportedArchitectureError(
-                f"{path} has {len(unread)} tensors that nothing here reads, and without them the numbers would be "
-                f"wrong: {', '.join(unread[:4])}; use the model's safetensors folder or another conversion"
+                f"{path} has {len(unread)} tensors that nothing here reads, and without them the "
+                f"numbers would be wrong: {', '.join(unread[:4])}; use the model's safetensors "
+                "folder or another conversion"
             )
         self.formats = self._published_formats()
-        types = {name: "" if name in self.formats else matched.stored.dtype for name, matched in self._tensors.items()}
+        types = {
+            name: "" if name in self.formats else matched.stored.dtype
+            for name, matched in self._tensors.items()
+        }
         self._choose_type((dtype, self.shapes[name]) for name, dtype in types.items())
 
     @cached_property
@@ -104,7 +118,9 @@ class GgufCheckpoint(Checkpoint):
         return None if order is None else lambda tensor: tensor[order]
 
     def order(self, name: str) -> torch.Tensor | None:
-        """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them again."""
+        """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them
+        again.
+        """
         rope_heads = self._tensors[name].source.rope_heads
         if rope_heads is None:
             return None
@@ -120,8 +136,9 @@ def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str
     parts = gguf_parts(path)
     if number != 0 or count not in (0, 1, len(parts)):
         raise CheckpointError(
-            f"{path} is part {number + 1} of {count}; name the part that ends in -00001-of-{count:05}.gguf, with the "
-            f"others beside it, or join them by llama-gguf-split --merge"
+            f"{path} is part {number + 1} of {count}; name the part that ends in "
+            f"-00001-of-{count:05}.gguf, with the others beside it, or join them by "
+            "llama-gguf-split --merge"
         )
     return parts, joined([header.tensors, *(read_gguf_header(part).tensors for part in parts[1:])])
 
@@ -134,8 +151,8 @@ def _require_known_type(tensor: StoredTensor) -> None:
         gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
         raise UnsupportedArchitectureError(
-            f"{tensor.title} has the type {tensor.dtype}, for which gguf {version('gguf')} has no dequantization; "
-            "pip install -U gguf, or quantize the model to another type"
+            f"{tensor.title} has the type {tensor.dtype}, for which gguf {version('gguf')} has no "
+            "dequantization; pip install -U gguf, or quantize the model to another type"
         ) from None
 
 
@@ -144,10 +161,14 @@ def _scale_of(name: str) -> str:
 
 
 def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None = None) -> LogicalTensor:
-    """Return a tensor as it is, in blocks, or dequantized; scale: of the whole matrix, or one for each expert."""
+    """Return a tensor as it is, in blocks, or dequantized; scale: of the whole matrix, or one for
+    each expert.
+    """
     tensor, fmt = plain_tensor(stored), BLOCK_FORMATS.get(stored.dtype)
     if fmt is not None and len(stored.shape) > 1:
-        plane = StoredPlane(stored.file, stored.offset, fmt.stripe_bytes(stored.shape[-1]), fmt.block_bytes)
+        plane = StoredPlane(
+            stored.file, stored.offset, fmt.stripe_bytes(stored.shape[-1]), fmt.block_bytes
+        )
         tensor = replace(tensor, published=PublishedTensor(fmt, (plane,)))
     elif stored.dtype not in FLOAT_TYPES:
         tensor = replace(tensor, read=lambda: partial(_dequantize, stored))
@@ -157,8 +178,11 @@ def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None = None) -> 
 
     def read() -> ReadRows:
         scales, rows = _whole(scale), unscaled.reader()
-        # One scale for all rows of a tile: a tile is of one expert, since each expert is read by itself.
-        return lambda start, count: rows(start, count).float() * scales[start * len(scales) // num_rows]
+        # One scale for all rows of a tile: a tile is of one expert, since each expert is read by
+        # itself.
+        return lambda start, count: (
+            rows(start, count).float() * scales[start * len(scales) // num_rows]
+        )
 
     return replace(tensor, parts=(stored, scale), published=None, read=read)
 
@@ -170,10 +194,14 @@ def _whole(stored: StoredTensor) -> torch.Tensor:
 
 
 def _dequantize(stored: StoredTensor, start: int, count: int) -> torch.Tensor:
-    """Return `count` rows from `start` on in float32, by the `gguf` package; elements of a vector, of whole blocks."""
+    """Return `count` rows from `start` on in float32, by the `gguf` package; elements of a vector,
+    of whole blocks.
+    """
     row_bytes = stored.size // prod(stored.shape[:-1])
     first, rows = (start, count) if len(stored.shape) > 1 else (0, 1)
-    data = np.frombuffer(stored.read(first * row_bytes, rows * row_bytes), dtype=np.uint8).reshape(rows, -1)
+    data = np.frombuffer(stored.read(first * row_bytes, rows * row_bytes), dtype=np.uint8).reshape(
+        rows, -1
+    )
     # The check for finite values refuses what blocks with an infinite scale dequantize to.
     with np.errstate(all="ignore"):
         values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[stored.dtype])

@@ -1,7 +1,8 @@
 """The header of a GGUF file, metadata and tensor table, read in one pass.
 
-Reading is our own for speed: `gguf.GGUFReader` makes several numpy views per string and takes 1.8 s for a vocabulary of
-49,152 tokens, this module 0.07 s. Types, block sizes and dequantization are the `gguf` package's.
+Reading is our own for speed: `gguf.GGUFReader` makes several numpy views per string and takes 1.8 s
+for a vocabulary of 49,152 tokens, this module 0.07 s. Types, block sizes and dequantization are the
+`gguf` package's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGMLQuantizationType, GGUFValueType, Keys
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGUF_MAGIC,
+    GGMLQuantizationType,
+    GGUFValueType,
+    Keys,
+)
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
@@ -40,23 +48,35 @@ class GgufHeader:
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Read what precedes the tensors' data. The last header is cached, because model and tokenizer both ask for it.
+    """Read what precedes the tensors' data. The last header is cached, because model and tokenizer
+    both ask for it.
 
-    Raises `CheckpointError`, which names the file, if it is missing, not GGUF 2 or 3 in little-endian order,
-    truncated or corrupt.
+    Raises `CheckpointError`, which names the file, if it is missing, not GGUF 2 or 3 in
+    little-endian order, truncated or corrupt.
     """
     try:
         return _read(SourceFile.open(Path(path)))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    # mmap refuses an empty file with ValueError, as an enumeration refuses an unknown type; arrays may be nested.
-    except (ValueError, KeyError, struct.error, OverflowError, MemoryError, RecursionError) as error:
+    # mmap refuses an empty file with ValueError, as an enumeration refuses an unknown type; arrays
+    # may be nested.
+    except (
+        ValueError,
+        KeyError,
+        struct.error,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
 
 
 @lru_cache(maxsize=1)  # a vocabulary is some 20 MB of strings
 def _read(file: SourceFile) -> GgufHeader:
-    with file.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with (
+        file.path.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
         return _Parser(data).header(file)
 
 
@@ -87,13 +107,16 @@ class _Parser:
                 raise ValueError(f"it has two tensors named {name}")
             if number not in _TYPE_NUMBERS:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name} has the type {number}, newer than the installed gguf package "
-                    f"{version('gguf')}: pip install -U gguf, or quantize the model to another type"
+                    f"{file.path}: tensor {name} has the type {number}, newer than the installed "
+                    f"gguf package {version('gguf')}: pip install -U gguf, or quantize the model "
+                    "to another type"
                 )
             kind = GGMLQuantizationType(number)
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % block:
-                raise ValueError(f"tensor {name} has rows of {shape[-1]} elements, no multiple of {block}")
+                raise ValueError(
+                    f"tensor {name} has rows of {shape[-1]} elements, no multiple of {block}"
+                )
             size = prod(shape) // block * block_bytes
             tensors[name] = StoredTensor(file, name, kind.name, shape, data_start + offset, size)
         return GgufHeader(file, metadata, tensors)
@@ -120,7 +143,9 @@ class _Parser:
         (length,) = self._unpack("Q")
         text = self._data[self._position : self._position + length]
         if len(text) != length:
-            raise ValueError(f"a string of {length} bytes at offset {self._position} runs past the end")
+            raise ValueError(
+                f"a string of {length} bytes at offset {self._position} runs past the end"
+            )
         self._position += length
         return text.decode("utf-8")
 
@@ -138,7 +163,9 @@ class _Parser:
     def _numbers(self, kind: GGUFValueType, count: int) -> list[Any]:
         dtype = np.dtype(kind.name.lower()).newbyteorder("<")
         if count * dtype.itemsize > len(self._data) - self._position:
-            raise ValueError(f"an array of {count} values at offset {self._position} runs past the end")
+            raise ValueError(
+                f"an array of {count} values at offset {self._position} runs past the end"
+            )
         values = np.frombuffer(self._data, dtype, count, self._position)
         self._position += values.nbytes
         return values.tolist()

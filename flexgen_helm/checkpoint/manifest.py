@@ -1,4 +1,6 @@
-"""Conversions of pickled weights: their folders, their manifest, and the check of their files. No torch."""
+"""Conversions of pickled weights: their folders, their manifest, and the check of their files. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +23,47 @@ FORMAT = "flexgen_helm conversion 2"
 
 
 def hub_conversion(repo: str, commit: str) -> Path:
-    """Return the folder of the conversion of a hub repository at a commit, whether or not there is one."""
+    """Return the folder of the conversion of a hub repository at a commit, whether or not there is
+    one.
+    """
     return state_dir() / "converted" / repo.replace("/", "--") / commit
 
 
 def folder_conversion(folder: Path) -> Path:
     """Return the folder of the conversion of a local folder, whether or not there is one."""
     real = folder.resolve()
-    return state_dir() / "converted" / "local" / f"{real.name}-{hashlib.sha256(str(real).encode()).hexdigest()[:12]}"
+    return (
+        state_dir()
+        / "converted"
+        / "local"
+        / f"{real.name}-{hashlib.sha256(str(real).encode()).hexdigest()[:12]}"
+    )
 
 
 def is_conversion(folder: Path) -> bool:
-    """Whether this is a complete conversion: its manifest appears with the whole folder, in one step."""
+    """Whether this is a complete conversion: its manifest appears with the whole folder, in one
+    step.
+    """
     return (folder / MANIFEST).is_file()
 
 
 def conversion_of(folder: Path) -> Path | None:
-    """Return the conversion of a local folder that has no safetensors of its own; None if there is none.
+    """Return the conversion of a local folder that has no safetensors of its own; None if there is
+    none.
 
     Raises `CheckpointError` if the folder's files differ from those that were converted.
     """
     conversion = folder_conversion(folder)
-    if not folder.is_dir() or not is_conversion(conversion) or any(folder.glob("[!.]*.safetensors")):
+    if (
+        not folder.is_dir()
+        or not is_conversion(conversion)
+        or any(folder.glob("[!.]*.safetensors"))
+    ):
         return None
     if changed := Manifest.read(conversion).changed_source(folder):
         raise CheckpointError(
-            f"{folder / changed} has changed since it was converted; run `flexgen-helm convert {folder}` again"
+            f"{folder / changed} has changed since it was converted; run `flexgen-helm convert "
+            f"{folder}` again"
         )
     return conversion
 
@@ -60,8 +77,8 @@ class Manifest:
 
     path: the folder.
     origin: for records: the repository and commit, or the source folder's name.
-    sources, copied, shards: file name -> SHA-256 of the pickled files, of the small files, and of the safetensors
-        files.
+    sources, copied, shards: file name -> SHA-256 of the pickled files, of the small files, and of
+        the safetensors files.
     tensors, size: their number, and bytes of all.
     left_out: entries of the source that are not tensors.
     """
@@ -88,33 +105,51 @@ class Manifest:
                 for key in ("sources", "copied", "shards")
             )
             left_out = tuple(content.pop("left_out"))
-            return cls(path=folder, sources=sources, copied=copied, shards=shards, left_out=left_out, **content)
+            return cls(
+                path=folder,
+                sources=sources,
+                copied=copied,
+                shards=shards,
+                left_out=left_out,
+                **content,
+            )
         except (AttributeError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{path} is incomplete ({error!r}); run flexgen-helm convert again") from None
+            raise CheckpointError(
+                f"{path} is incomplete ({error!r}); run flexgen-helm convert again"
+            ) from None
 
     @property
     def fingerprint(self) -> str:
         """Identity of the content: the weights, the configuration and the tokenizer."""
         names = (*self.shards, CONFIG, *TOKENIZER_FILES)
-        digests = sorted((name, digest) for name, digest in {**self.shards, **self.copied}.items() if name in names)
+        digests = sorted(
+            (name, digest)
+            for name, digest in {**self.shards, **self.copied}.items()
+            if name in names
+        )
         return hashlib.sha256(json.dumps([FORMAT, digests]).encode()).hexdigest()
 
     def changed_source(self, folder: Path) -> str | None:
-        """Return a file of the source folder that differs from the converted one, or is new and decides results.
+        """Return a file of the source folder that differs from the converted one, or is new and
+        decides results.
 
         Deleted files do not matter.
         """
         for name, digest in {**self.sources, **self.copied}.items():
             if (folder / name).is_file() and file_sha256(folder / name) != digest:
                 return name
-        return next((name for name in SMALL_FILES if name not in self.copied and (folder / name).is_file()), None)
+        return next(
+            (name for name in SMALL_FILES if name not in self.copied and (folder / name).is_file()),
+            None,
+        )
 
 
 # ---- the check of files ----
 
 
 def verify_conversion(folder: Path, files: Iterable[Path], *, hash_again: bool = False) -> Manifest:
-    """Compare a conversion's files with its manifest: those of weights are hashed at the first time.
+    """Compare a conversion's files with its manifest: those of weights are hashed at the first
+    time.
 
     files: the safetensors files that are used.
     hash_again: hash them though they are as they were when they were compared.
@@ -130,7 +165,7 @@ def verify_conversion(folder: Path, files: Iterable[Path], *, hash_again: bool =
             forget(path)
         if (digest := file_sha256(path)) != expected[path.name]:
             raise CheckpointError(
-                f"{path} is damaged: its SHA-256 is {digest[:16]}…, but {MANIFEST} says {expected[path.name][:16]}…; "
-                "delete the folder and run flexgen-helm convert again"
+                f"{path} is damaged: its SHA-256 is {digest[:16]}…, but {MANIFEST} says "
+                f"{expected[path.name][:16]}…; delete the folder and run flexgen-helm convert again"
             )
     return manifest

@@ -1,4 +1,6 @@
-"""What a model name means: the catalog, the hub, a folder, a file, or a name of the user's own. No torch."""
+"""What a model name means: the catalog, the hub, a folder, a file, or a name of the user's own. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
 # Longest first: "-4bit" is also the end of "-paper-4bit".
 _SUFFIXES = sorted(set(PRECISIONS) - {"fp16"}, key=len, reverse=True)
-# Endings that say whether plain prompts go through the chat template; they come before a precision's.
+# Endings that say whether plain prompts go through the chat template; they come before a
+# precision's.
 TEMPLATE_SUFFIXES: Mapping[bool, str] = {True: "-with-template", False: "-no-template"}
 # Before the digest of other settings of prompts, which one call of `flexgen-helm run` knows.
 DIGEST_SUFFIX = "-chat-"
@@ -36,14 +39,18 @@ _DIGEST = re.compile(DIGEST_SUFFIX + r"[0-9a-f]{6}$")
 # What names of models say about their kind.
 _INSTRUCT_NAME = re.compile(r"instruct|chat|[-_]it\b|[-_]iml[-_]")
 _BASE_NAME = re.compile(r"[-_](base|pt|pretrained)\b")
-# Families whose instruct models say so in their names, and whose base models have a chat template too.
+# Families whose instruct models say so in their names, and whose base models have a chat template
+# too.
 _BASE_FAMILY = re.compile(r"(qwen(1\.5|2|2\.5)|smollm2?)(?![\d.])")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/|--)[A-Za-z0-9][\w.-]*")
 # An ending that other programs use for a precision: '-8bit', '-int4', '-bf16', '-q4_0'.
-_FOREIGN_PRECISION = re.compile(r"[-.]((?:paper-)?\d+-?bit\S*|int\d+|b?fp?\d+\S*|i?q\d\w*|awq|gptq)$", re.IGNORECASE)
+_FOREIGN_PRECISION = re.compile(
+    r"[-.]((?:paper-)?\d+-?bit\S*|int\d+|b?fp?\d+\S*|i?q\d\w*|awq|gptq)$", re.IGNORECASE
+)
 _KINDS_OF_NAMES = (
-    "a model is named by the catalog, by a hub repository (org/repo or org--repo), by a folder with config.json and "
-    "safetensors files, by a .gguf file, or in the file that FLEXGEN_HELM_MODELS names"
+    "a model is named by the catalog, by a hub repository (org/repo or org--repo), by a folder "
+    "with config.json and safetensors files, by a .gguf file, or in the file that "
+    "FLEXGEN_HELM_MODELS names"
 )
 
 
@@ -71,7 +78,9 @@ class ResolvedModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the engine that the name stands for; its suffixes go before the models file."""
+        """Options of the engine that the name stands for; its suffixes go before the models
+        file.
+        """
         options = dict(self.arguments)
         if self.precision != "fp16":
             options["precision"] = self.precision
@@ -95,13 +104,17 @@ class ResolvedModel:
 
     @property
     def _names(self) -> list[str]:
-        """The model's name, and that of its folder, file or repository, without the organization."""
+        """The model's name, and that of its folder, file or repository, without the
+        organization.
+        """
         given = (self.name, self.path.name if self.path is not None else "", self.hub_repo or "")
         return [re.split(r"/|--", name.lower())[-1] for name in given]
 
 
 def split_precision(name: str) -> tuple[str, str]:
-    """Split `opt-125m-paper-4bit` into (`opt-125m`, 'paper-4bit'); without a suffix the precision is 'fp16'."""
+    """Split `opt-125m-paper-4bit` into (`opt-125m`, 'paper-4bit'); without a suffix the precision
+    is 'fp16'.
+    """
     for precision in _SUFFIXES:
         base = name.removesuffix(f"-{precision}")
         if base and base != name:
@@ -110,7 +123,9 @@ def split_precision(name: str) -> tuple[str, str]:
 
 
 def split_template(name: str) -> tuple[str, bool | None]:
-    """Split a name without precision, `opt-125m-no-template`, into (`opt-125m`, False); None without a suffix."""
+    """Split a name without precision, `opt-125m-no-template`, into (`opt-125m`, False); None
+    without a suffix.
+    """
     for choice, suffix in TEMPLATE_SUFFIXES.items():
         base = name.removesuffix(suffix)
         if base and base != name:
@@ -119,7 +134,9 @@ def split_template(name: str) -> tuple[str, bool | None]:
 
 
 def base_name(name: str) -> str:
-    """Return a name without its suffixes, for people; a name that exists as a whole may look as if it had some."""
+    """Return a name without its suffixes, for people; a name that exists as a whole may look as if
+    it had some.
+    """
     return split_template(_DIGEST.sub("", split_precision(name)[0]))[0]
 
 
@@ -138,9 +155,9 @@ def with_suffixes(base: str, template: bool | None, precision: str) -> str:
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> ResolvedModel:
     """Find out what a name means, without the network.
 
-    A name that exists as a whole (in the user's models file, in the catalog, on disk) wins over the same name split
-    into base and suffixes. `revision` wins over the models file's. Raises `UnknownModelError` with the closest
-    names, `UsageError` if the models file cannot be used.
+    A name that exists as a whole (in the user's models file, in the catalog, on disk) wins over the
+    same name split into base and suffixes. `revision` wins over the models file's. Raises
+    `UnknownModelError` with the closest names, `UsageError` if the models file cannot be used.
     """
     text = os.fspath(name).removeprefix(PREFIX)
     user_models = _read_user_models()
@@ -158,7 +175,14 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
         repo = base.replace("--", "/")
         entry = next((entry for entry in CATALOG.values() if entry.hub_repo == repo), None)
         return ResolvedModel(
-            repo.replace("/", "--"), suffix, "hub", None, repo, revision, entry, apply_chat_template=template
+            repo.replace("/", "--"),
+            suffix,
+            "hub",
+            None,
+            repo,
+            revision,
+            entry,
+            apply_chat_template=template,
         )
     raise UnknownModelError(_unknown_model(base, template, suffix))
 
@@ -168,8 +192,11 @@ def is_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and name.count("--") + name.count("/") == 1
 
 
-def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[ModelConfig, HalfType]:
-    """Return the model config, and the type in which the weights are stored, without weights: what a plan needs.
+def read_model_config(
+    model: str | os.PathLike[str] | ResolvedModel,
+) -> tuple[ModelConfig, HalfType]:
+    """Return the model config, and the type in which the weights are stored, without weights: what
+    a plan needs.
 
     Of a .gguf file it is what the header says. Never asks the network.
     Raises `UsageError` for a model that is neither in the catalog nor on this machine.
@@ -183,26 +210,38 @@ def read_model_config(model: str | os.PathLike[str] | ResolvedModel) -> tuple[Mo
 
         path = cached_snapshot(resolved.hub_repo, resolved.revision)
     if path is None:
-        remedy = f"run: flexgen-helm fetch {resolved.hub_repo}" if resolved.hub_repo else "name a model that is here"
-        raise UsageError(f"neither the catalog nor this machine has the sizes of {resolved.name}; {remedy}")
+        remedy = (
+            f"run: flexgen-helm fetch {resolved.hub_repo}"
+            if resolved.hub_repo
+            else "name a model that is here"
+        )
+        raise UsageError(
+            f"neither the catalog nor this machine has the sizes of {resolved.name}; {remedy}"
+        )
     if resolved.kind == "gguf":
         # Imported late: torch and the gguf package take a second.
         from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 
         checkpoint = GgufCheckpoint(path)
-        return checkpoint.config, "bfloat16" if str(checkpoint.storage_dtype) == "torch.bfloat16" else "float16"
+        return checkpoint.config, "bfloat16" if str(
+            checkpoint.storage_dtype
+        ) == "torch.bfloat16" else "float16"
     _, config, content = read_config(path.parent if path.is_file() else path)
     dtype = content.get("dtype") or content.get("torch_dtype")
     return config, "bfloat16" if dtype == "bfloat16" else "float16"
 
 
 def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: str) -> Precision:
-    """Return a precision by its name, with the formats of the matrices that rest as they are published.
+    """Return a precision by its name, with the formats of the matrices that rest as they are
+    published.
 
     Those of a .gguf file are its own, those of other models what `quantization_config` says of all.
     Raises `UsageError` for an unknown precision.
     """
-    resolved, named = model if isinstance(model, ResolvedModel) else resolve(model), precision_named(precision)
+    resolved, named = (
+        model if isinstance(model, ResolvedModel) else resolve(model),
+        precision_named(precision),
+    )
     if resolved.kind == "gguf" and resolved.path is not None:
         from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 
@@ -215,14 +254,17 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
 
 @lru_cache(maxsize=2)  # the precisions of a model share them
 def _planned_formats(config: ModelConfig, quantization: Quantization) -> PublishedFormats:
-    """Return what `quantization` says of a model's matrices; what it ignores is asked by name, the rest by kind."""
+    """Return what `quantization` says of a model's matrices; what it ignores is asked by name, the
+    rest by kind.
+    """
     found: dict[str, dict[str, BlockFormat]] = {}
     for first in {*config.first_stages.values()} - {EMBED, HEAD}:
         found[first] = {
             name.removeprefix(first): fmt
             for name, shape in config.stage_tensors(first)
             if len(shape) == 2 and (quantization.method != "mxfp4" or expert_of(name))
-            if not name.endswith(".router.weight") and (fmt := quantization.planned_format(shape[1])) is not None
+            if not name.endswith(".router.weight")
+            and (fmt := quantization.planned_format(shape[1])) is not None
         }
     formats = {
         stage + name: fmt
@@ -235,11 +277,16 @@ def _planned_formats(config: ModelConfig, quantization: Quantization) -> Publish
 
 def _is_ignored(name: str, ignored: Iterable[str]) -> bool:
     module = f"model.{name.replace('.attn.', '.self_attn.').removesuffix('.weight')}"
-    return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignored)
+    return any(
+        re.match(entry[3:], module) if entry.startswith("re:") else entry == module
+        for entry in ignored
+    )
 
 
 def quantized_by(model: str | os.PathLike[str]) -> str | None:
-    """Return the method by which a catalog model's or a local folder's weights are quantized; None for all others."""
+    """Return the method by which a catalog model's or a local folder's weights are quantized; None
+    for all others.
+    """
     quantization = _quantization(resolve(model))
     return None if quantization is None else quantization.method
 
@@ -265,13 +312,20 @@ def _resolve_known(name: str, precision: str, revision: str | None) -> ResolvedM
         return None  # as a path it would be the current folder
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
-        return ResolvedModel(path.resolve().stem if path.is_file() else path.resolve().name, precision, "folder", path)
+        return ResolvedModel(
+            path.resolve().stem if path.is_file() else path.resolve().name,
+            precision,
+            "folder",
+            path,
+        )
     if path.is_file() and path.suffix == ".gguf":
         return ResolvedModel(path.stem, precision, "gguf", path)
     return None
 
 
-def _resolve_user_model(name: str, precision: str, revision: str | None, arguments: Mapping[str, Any]) -> ResolvedModel:
+def _resolve_user_model(
+    name: str, precision: str, revision: str | None, arguments: Mapping[str, Any]
+) -> ResolvedModel:
     path = arguments.get("path")
     model = _resolve_known(path or name, precision, revision or arguments.get("revision"))
     if model is None:
@@ -283,7 +337,9 @@ def _resolve_user_model(name: str, precision: str, revision: str | None, argumen
 
 
 def _read_user_models() -> dict[str, dict[str, Any]]:
-    """Return name -> client arguments of the file that `FLEXGEN_HELM_MODELS` names; its paths are relative to it."""
+    """Return name -> client arguments of the file that `FLEXGEN_HELM_MODELS` names; its paths are
+    relative to it.
+    """
     named = os.environ.get("FLEXGEN_HELM_MODELS")
     if not named:
         return {}
@@ -291,16 +347,25 @@ def _read_user_models() -> dict[str, dict[str, Any]]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"FLEXGEN_HELM_MODELS names {file}, which cannot be read: {error}") from error
+        raise UsageError(
+            f"FLEXGEN_HELM_MODELS names {file}, which cannot be read: {error}"
+        ) from error
     if not isinstance(content, dict):
-        raise UsageError(f"FLEXGEN_HELM_MODELS names {file}, which must map model names to paths or arguments")
+        raise UsageError(
+            f"FLEXGEN_HELM_MODELS names {file}, which must map model names to paths or arguments"
+        )
     models: dict[str, dict[str, Any]] = {}
     for name, value in content.items():
         arguments = {"path": value} if isinstance(value, str) else value
         if not isinstance(arguments, dict) or not isinstance(arguments.get("path", ""), str):
-            raise UsageError(f"model {name} of {file} must be a path, or arguments of which `path` is a string")
+            raise UsageError(
+                f"model {name} of {file} must be a path, or arguments of which `path` is a string"
+            )
         if "path" in arguments and arguments["path"] not in CATALOG:
-            arguments = {**arguments, "path": str(file.parent / Path(arguments["path"]).expanduser())}
+            arguments = {
+                **arguments,
+                "path": str(file.parent / Path(arguments["path"]).expanduser()),
+            }
         models[str(name).removeprefix(PREFIX)] = arguments
     return models
 
@@ -311,7 +376,9 @@ def user_names() -> list[str]:
 
 
 def known_names() -> dict[str, str]:
-    """Return everything that means a catalog model or one of the user's: its name, its repository -> its name."""
+    """Return everything that means a catalog model or one of the user's: its name, its repository
+    -> its name.
+    """
     aliases = {name: name for name in [*_read_user_models(), *CATALOG]}
     for entry in CATALOG.values():
         if entry.hub_repo is not None:
@@ -321,7 +388,9 @@ def known_names() -> dict[str, str]:
 
 
 def original_of(name: str) -> str | None:
-    """Return the catalog's name of the model that `name`, of a quantized one or of its file, is made of, if any."""
+    """Return the catalog's name of the model that `name`, of a quantized one or of its file, is
+    made of, if any.
+    """
     known = {alias.lower(): model for alias, model in known_names().items()}
     base = re.split(r"/|--", name.partition("@")[0].removesuffix(".gguf").lower())[-1]
     while ending := _FOREIGN_PRECISION.search(base):
@@ -341,24 +410,32 @@ def close_names(name: str) -> list[str]:
 
 
 def naming_advice(path: str) -> str:
-    """Say how a local folder or file is named for HELM: lines to paste, and the name that then works.
+    """Say how a local folder or file is named for HELM: lines to paste, and the name that then
+    works.
 
-    Raises `UnknownModelError` if there is no such folder or file, or the error that says why it is no model.
+    Raises `UnknownModelError` if there is no such folder or file, or the error that says why it is
+    no model.
     """
     base, suffix = split_precision(path)
     model = _resolve_known(path, "fp16", None) or _resolve_known(base, suffix, None)
     if model is None or model.path is None:
         raise UnknownModelError(_no_such_path(path))
     if model.kind == "folder":
-        read_config(model.path.parent if model.path.is_file() else model.path)  # refuses what is no model
+        # refuses what is no model
+        read_config(model.path.parent if model.path.is_file() else model.path)
     full, user_models = model.path.absolute(), _read_user_models()
-    paths = {name: Path(str(arguments.get("path") or name)).absolute() for name, arguments in user_models.items()}
+    paths = {
+        name: Path(str(arguments.get("path") or name)).absolute()
+        for name, arguments in user_models.items()
+    }
     name = next((name for name, path in paths.items() if path == full), "")
     lines: list[str] = []
     if not name:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", model.name).strip("-.")
         name = f"my-{name}" if not name or name in CATALOG or name in user_models else name
-        line = yaml.safe_dump({name: str(full)}, width=len(str(full)) + len(name) + 9, allow_unicode=True).strip()
+        line = yaml.safe_dump(
+            {name: str(full)}, width=len(str(full)) + len(name) + 9, allow_unicode=True
+        ).strip()
         file = os.environ.get("FLEXGEN_HELM_MODELS")
         lines = [f"echo {shlex.quote(line)} >> {shlex.quote(file or 'models.yaml')}"]
         lines += [] if file else ['export FLEXGEN_HELM_MODELS="$PWD/models.yaml"']

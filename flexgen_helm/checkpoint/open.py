@@ -26,12 +26,15 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a model's weights; a precision suffix in the name is accepted and ignored.
 
-    weights: 'dummy' makes seeded random weights from the model's sizes alone, which the catalog, a local folder's
-        `config.json` or a .gguf file gives.
+    weights: 'dummy' makes seeded random weights from the model's sizes alone, which the catalog, a
+        local folder's `config.json` or a .gguf file gives.
 
-    Raises `UnknownModelError`, `UnsupportedArchitectureError` or `CheckpointError`, each naming problem and remedy.
+    Raises `UnknownModelError`, `UnsupportedArchitectureError` or `CheckpointError`, each naming
+    problem and remedy.
     """
-    resolved = name_or_path if isinstance(name_or_path, ResolvedModel) else resolve(name_or_path, revision)
+    resolved = (
+        name_or_path if isinstance(name_or_path, ResolvedModel) else resolve(name_or_path, revision)
+    )
     if weights == "dummy":
         checkpoint: Checkpoint = _dummy(resolved, seed)
         checkpoint.origin = f"dummy weights of {resolved.name}, seed {seed}"
@@ -49,11 +52,15 @@ def open_checkpoint(
 def _dummy(resolved: ResolvedModel, seed: int) -> DummyCheckpoint:
     if resolved.kind == "gguf" and resolved.path is not None:
         checkpoint = _open_gguf(resolved.path)
-        return DummyCheckpoint(checkpoint.config, seed, checkpoint.storage_dtype, checkpoint.tokenizer_path)
+        return DummyCheckpoint(
+            checkpoint.config, seed, checkpoint.storage_dtype, checkpoint.tokenizer_path
+        )
     config, dtype = read_model_config(resolved)
     tokenizer_path = None
     if resolved.path is not None:
-        tokenizer_path = tokenizer_folder(resolved.path.parent if resolved.path.is_file() else resolved.path)
+        tokenizer_path = tokenizer_folder(
+            resolved.path.parent if resolved.path.is_file() else resolved.path
+        )
     return DummyCheckpoint(config, seed, getattr(torch, dtype), tokenizer_path)
 
 
@@ -65,7 +72,9 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def open_as(kind: type[ModelConfig], path: Path, fingerprint: str | None = None) -> Checkpoint:
-    """Open a folder of safetensors files for a kind of record; the folder itself may lead to the other one."""
+    """Open a folder of safetensors files for a kind of record; the folder itself may lead to the
+    other one.
+    """
     if not issubclass(kind, TransformersConfig):
         return SafetensorsCheckpoint(path, fingerprint)
     # Imported late: transformers takes seconds and 80 MB.

@@ -18,13 +18,17 @@ from flexgen_helm.locks import InUseError, locked
 
 
 def state_dir() -> Path:
-    """Folder of all our state (`FLEXGEN_HELM_HOME`, default `~/.cache/flexgen_helm`); it need not exist yet."""
+    """Folder of all our state (`FLEXGEN_HELM_HOME`, default `~/.cache/flexgen_helm`); it need not
+    exist yet.
+    """
     named = os.environ.get("FLEXGEN_HELM_HOME")
     return Path(named).expanduser() if named else Path.home() / ".cache" / "flexgen_helm"
 
 
 def data_dir() -> Path | None:
-    """Folder of scenario data that is used before the hub (`FLEXGEN_HELM_DATA`), or None if the variable is unset."""
+    """Folder of scenario data that is used before the hub (`FLEXGEN_HELM_DATA`), or None if the
+    variable is unset.
+    """
     named = os.environ.get("FLEXGEN_HELM_DATA")
     return Path(named).expanduser() if named else None
 
@@ -48,7 +52,9 @@ _OS_ERROR = re.compile(r"(?:\(os error |(?:mode|>): [A-Z][\w ]+ \()(\d+)\)")
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """Return the system's error that another one came from, such as a full disk; None if that is unknown."""
+    """Return the system's error that another one came from, such as a full disk; None if that is
+    unknown.
+    """
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
         if code is None and (said := _OS_ERROR.search(str(error))):
@@ -60,7 +66,9 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 
 def explain(error: BaseException) -> str:
-    """Return an error as a sentence; if a system call failed, it says on which file, and what helps."""
+    """Return an error as a sentence; if a system call failed, it says on which file, and what
+    helps.
+    """
     if isinstance(error, (CheckpointError, UnprovedModelError)):  # whose advice would not help
         system = system_error(error)
         error = system if system is not None and system.filename else error
@@ -71,7 +79,10 @@ def explain(error: BaseException) -> str:
         return text
     if cause is error:
         text = f"{cause.filename or 'a file'} cannot be used: {cause.strerror}"
-    path, folders = Path(str(cause.filename)).absolute(), {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()}
+    path, folders = (
+        Path(str(cause.filename)).absolute(),
+        {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()},
+    )
     names = [name for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
     another = f"name another folder with {names[0]}" if names and cause.filename else ""
     remedies = [_REMEDIES.get(cause.errno or 0, "")]
@@ -83,12 +94,20 @@ def explain(error: BaseException) -> str:
 
 @contextmanager
 def state_lock(name: str, timeout: float = math.inf) -> Iterator[None]:
-    """Hold a lock of the state folder, as `locked` does; hold none where no file can be made in the folder."""
+    """Hold a lock of the state folder, as `locked` does; hold none where no file can be made in the
+    folder.
+    """
     with ExitStack() as held:
         try:
             held.enter_context(locked(state_dir() / name, timeout))
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR):
+            if error.errno not in (
+                errno.EROFS,
+                errno.EACCES,
+                errno.EPERM,
+                errno.EEXIST,
+                errno.ENOTDIR,
+            ):
                 raise
         yield
 
@@ -101,7 +120,8 @@ def read_state(name: str) -> dict[str, Any]:
 
 
 def update_state(name: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a JSON object in the state folder, one process at a time; do nothing if it cannot be written.
+    """Change a JSON object in the state folder, one process at a time; do nothing if it cannot be
+    written.
 
     For facts that can be found out again: losing them costs time, not correctness.
     """

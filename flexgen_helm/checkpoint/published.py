@@ -1,4 +1,6 @@
-"""Bytes of matrices that rest as published: rows of blocks, gathered from the tensors that have parts of them."""
+"""Bytes of matrices that rest as published: rows of blocks, gathered from the tensors that have
+parts of them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
 
     def fill(start: int, out: Tensor) -> None:
         if published.planes == (whole,):  # no second copy
-            plane.file.read_into(out.view(-1).numpy().data, plane.offset + start * plane.row_bytes, title)
+            plane.file.read_into(
+                out.view(-1).numpy().data, plane.offset + start * plane.row_bytes, title
+            )
             return
         parts = [StoredRows(range(start, start + len(out)), published.planes)]
         read_blocks(parts, 0, out.view(len(out), -1, published.fmt.block_bytes), read)
@@ -38,7 +42,9 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
 
 
 def read_blocks(parts: Sequence[StoredRows], first: int, out: Tensor, read: ReadBytes) -> None:
-    """Fill `out` [rows, blocks, block bytes] with the rows of a matrix from `first` on; parts: all of its rows."""
+    """Fill `out` [rows, blocks, block bytes] with the rows of a matrix from `first` on; parts: all
+    of its rows.
+    """
     done = 0
     for part in parts:
         skipped = min(first, len(part.rows))
@@ -46,7 +52,9 @@ def read_blocks(parts: Sequence[StoredRows], first: int, out: Tensor, read: Read
         rows = part.rows[skipped : skipped + out.shape[0] - done]
         at = 0
         for plane in part.planes if rows else ():
-            out[done : done + len(rows), :, at : at + plane.block_bytes] = _blocks(plane, rows, out.shape[1], read)
+            out[done : done + len(rows), :, at : at + plane.block_bytes] = _blocks(
+                plane, rows, out.shape[1], read
+            )
             at += plane.block_bytes
         done += len(rows)
     assert done == out.shape[0]
@@ -59,7 +67,9 @@ def _blocks(plane: StoredPlane, rows: range, blocks: int, read: ReadBytes) -> Te
     begin, end = int(row.min()), int(row.max()) + 1
     data = read(plane.file, plane.offset + begin * plane.row_bytes, (end - begin) * plane.row_bytes)
     stored = -(-blocks // plane.same_blocks)
-    data = data.view(end - begin, plane.row_bytes)[:, : stored * plane.block_bytes].unflatten(1, (stored, -1))
+    data = data.view(end - begin, plane.row_bytes)[:, : stored * plane.block_bytes].unflatten(
+        1, (stored, -1)
+    )
     if 1 < end - begin < len(rows) or plane.rows == 0:
         data = data[row - begin]
     return data if plane.same_blocks == 1 else data[:, torch.arange(blocks) // plane.same_blocks]

@@ -31,12 +31,15 @@ from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """Opening checks every shard's header against the file's length and finds every tensor of the model."""
+    """Opening checks every shard's header against the file's length and finds every tensor of the
+    model.
+    """
 
     def __init__(self, path: Path, fingerprint: str | None = None) -> None:
         """path: the folder, or one .safetensors file next to its `config.json`.
 
-        fingerprint: of a hub snapshot, whose commit is its identity; None to compute it from the files on request.
+        fingerprint: of a hub snapshot, whose commit is its identity; None to compute it from the
+            files on request.
         """
         self._path = path
         self.folder: Path = path.parent if path.is_file() else path
@@ -54,34 +57,51 @@ class SafetensorsCheckpoint(Checkpoint):
         if quantization is not None:
             self.formats = self._published_formats()
         matrices = (name for name, shape in self.shapes.items() if len(shape) == 2)
-        self.gathers = bool(self.formats) or any(len(self._stored(name)[0]) > 1 for name in matrices)
+        self.gathers = bool(self.formats) or any(
+            len(self._stored(name)[0]) > 1 for name in matrices
+        )
 
-    # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by their state dict.
+    # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by
+    # their state dict.
 
     def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
         return read_config(folder)
 
-    def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
-        """Find the model's tensors among those of the files. Raises `CheckpointError` for what does not fit."""
+    def _find(
+        self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path
+    ) -> None:
+        """Find the model's tensors among those of the files. Raises `CheckpointError` for what does
+        not fit.
+        """
         head, table = (
             find_stored(find_source(architecture.tensors, name), tensors, architecture.prefixes)
             for name in (HEAD_MATRIX, EMBED_TABLE)
         )
         if head is not None and table is not None:
             self._untie_if_different(_tiles(head), _tiles(table))
-        self._tensors = match_tensors(self.config, architecture.tensors, tensors, path, architecture.prefixes)
-        self._choose_type((self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors)
+        self._tensors = match_tensors(
+            self.config, architecture.tensors, tensors, path, architecture.prefixes
+        )
+        self._choose_type(
+            (self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors
+        )
         read = {matched.stored.name for matched in self._tensors.values()}
         check_unread((tensor for tensor in tensors.values() if tensor is not head), read, path)
         for tensor in (matched.stored for matched in self._tensors.values()):
             if tensor.dtype not in FLOAT_TYPES:
                 supported = ", ".join(FLOAT_TYPES)
-                raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {supported}")
+                raise CheckpointError(
+                    f"{tensor.title} has the type {tensor.dtype}; supported are {supported}"
+                )
 
-    def _untie_if_different(self, head: Iterator[torch.Tensor], table: Iterator[torch.Tensor]) -> None:
-        """Give the model a head of its own if the one that the files have differs from the embedding table.
+    def _untie_if_different(
+        self, head: Iterator[torch.Tensor], table: Iterator[torch.Tensor]
+    ) -> None:
+        """Give the model a head of its own if the one that the files have differs from the
+        embedding table.
 
-        So does `transformers`, whatever `tie_word_embeddings` says: fine-tunes that trained their head leave it true.
+        So does `transformers`, whatever `tie_word_embeddings` says: fine-tunes that trained their
+        head leave it true.
         head, table: tiles, which are read up to the first difference.
         """
         if self.config.tied_head and not same_elements(head, table):
@@ -118,5 +138,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def _tiles(tensor: LogicalTensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor; none of one whose type no weight has, which is refused by its name."""
+    """Yield the elements of a tensor; none of one whose type no weight has, which is refused by its
+    name.
+    """
     return tensor.tiles([range(tensor.num_rows)] if tensor.dtype in FLOAT_TYPES else [])

@@ -1,8 +1,11 @@
-"""Where a checkpoint stores the entries of the state dict of a model of `transformers`, and how they are read.
+"""Where a checkpoint stores the entries of the state dict of a model of `transformers`, and how
+they are read.
 
-Published checkpoints name and arrange weights as their makers did. `transformers` describes for each of its models how
-these become its own state dict: names are replaced, and tensors merged, split, or transposed (`conversion_mapping.py`).
-The same descriptions are applied here, to one entry at a time, and to one expert at a time where an entry stacks all.
+Published checkpoints name and arrange weights as their makers did. `transformers` describes for
+each of its models how these become its own state dict: names are replaced, and tensors merged,
+split, or transposed (`conversion_mapping.py`).
+The same descriptions are applied here, to one entry at a time, and to one expert at a time where an
+entry stacks all.
 """
 
 from __future__ import annotations
@@ -19,11 +22,20 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES
 from flexgen_helm.checkpoint.folder import read_config
-from flexgen_helm.checkpoint.quantized.logical_tensor import TORCH_TYPES, LogicalTensor, check_unread
+from flexgen_helm.checkpoint.quantized.logical_tensor import (
+    TORCH_TYPES,
+    LogicalTensor,
+    check_unread,
+)
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import missing_tensor_error
 from flexgen_helm.errors import CheckpointError
@@ -38,7 +50,8 @@ from flexgen_helm.models.transformers_backend.empty_model import empty_model
 _LANGUAGE_MODEL = re.compile(r"^(model\.)?(language_model|text_model)\.")
 
 
-# Operations that stack a tensor of each expert, and that put an expert's tensors one below the other before.
+# Operations that stack a tensor of each expert, and that put an expert's tensors one below the
+# other before.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("MergeModulelist", 0), ("Concatenate", 1)]
 
@@ -69,7 +82,9 @@ class _Conversion:
         first, *more = self.tensors
         return first.title + (f" and {len(more)} more" if more else "")
 
-    def entries(self, model: Any, read: _ReadPart, expert: int | None = None) -> dict[str, torch.Tensor]:
+    def entries(
+        self, model: Any, read: _ReadPart, expert: int | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return key -> entry, or its part `expert` from the sources of this expert alone."""
         values = {}
         for pattern, tensors in self.sources.items():
@@ -87,7 +102,9 @@ class _Conversion:
         entries = converter.convert(
             self.key, model=_OneExpert(model) if expert is not None else model, config=model.config
         )
-        return {key: value[0] if isinstance(value, list) else value for key, value in entries.items()}
+        return {
+            key: value[0] if isinstance(value, list) else value for key, value in entries.items()
+        }
 
 
 class StateDictReader:
@@ -99,7 +116,8 @@ class StateDictReader:
     def __init__(self, model: Any, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
         """model: a `PreTrainedModel`, on the meta device.
 
-        Raises `CheckpointError` if an entry is missing or has another shape, and what `check_unread` does.
+        Raises `CheckpointError` if an entry is missing or has another shape, and what
+        `check_unread` does.
         """
         self._model, self._path, self._names = model, path, list(tensors)
         state = model.state_dict()
@@ -108,8 +126,15 @@ class StateDictReader:
         for conversion in conversions:
             self._conversions |= dict.fromkeys(self._converted_keys(conversion, state), conversion)
         self._stored_key = self._resolve_tied(state)
-        ignored, buffers = _any_of(model._keys_to_ignore_on_load_unexpected), dict(model.named_buffers())
-        irrelevant = {name for key, name in unused.items() if key in buffers or (ignored and ignored.search(key))}
+        ignored, buffers = (
+            _any_of(model._keys_to_ignore_on_load_unexpected),
+            dict(model.named_buffers()),
+        )
+        irrelevant = {
+            name
+            for key, name in unused.items()
+            if key in buffers or (ignored and ignored.search(key))
+        }
         used_names = tensors.keys() - unused.values()
         check_unread((tensors[name] for name in tensors.keys() - irrelevant), used_names, path)
         self.shapes = {key: tuple(state[key].shape) for key in state if key in self._stored_key}
@@ -122,7 +147,9 @@ class StateDictReader:
         return self._conversion(key).tensors
 
     def has_own(self, key: str) -> bool:
-        """Whether an entry is stored under its own key, not only that of an entry to which it is tied."""
+        """Whether an entry is stored under its own key, not only that of an entry to which it is
+        tied.
+        """
         return self._stored_key.get(key) == key
 
     def title(self, key: str) -> str:
@@ -132,30 +159,43 @@ class StateDictReader:
     def tiles(self, key: str, expert: int | None = None) -> Iterator[torch.Tensor]:
         """Yield the elements of an entry in order, flat; of its part `expert` if given.
 
-        In tiles where an entry is stored as it is. Otherwise its stored tensors are in memory together, those of one
-        expert where each can be converted alone.
+        In tiles where an entry is stored as it is. Otherwise its stored tensors are in memory
+        together, those of one expert where each can be converted alone.
         """
         if parts := self.stored_parts(key, expert):
             for stored, rows in parts:
                 yield from stored.tiles([rows])
         else:
             part = expert if expert is not None and self._is_converted_by_expert(key) else None
-            value = self._conversion(key).entries(self._model, _read_part, part)[self._stored_key[key]]
+            value = self._conversion(key).entries(self._model, _read_part, part)[
+                self._stored_key[key]
+            ]
             if expert is not None and part is None:  # all experts were converted together
                 value = value[expert]
             yield value.reshape(-1)
 
-    def stored_parts(self, key: str, expert: int | None = None) -> list[tuple[LogicalTensor, range]]:
-        """Return the rows of stored tensors that, one below the other, are an entry or its part `expert`."""
+    def stored_parts(
+        self, key: str, expert: int | None = None
+    ) -> list[tuple[LogicalTensor, range]]:
+        """Return the rows of stored tensors that, one below the other, are an entry or its part
+        `expert`.
+        """
         conversion = self._conversion(key)
         if conversion.converter is None:
             (stored,) = conversion.tensors
             return [(stored, _rows_of(stored, expert))]
         joins = [
-            (type(operation).__name__, getattr(operation, "dim", None)) for operation in conversion.converter.operations
+            (type(operation).__name__, getattr(operation, "dim", None))
+            for operation in conversion.converter.operations
         ]
-        sources = [conversion.sources.get(pattern, []) for pattern in conversion.converter.source_patterns]
-        if expert is None or joins not in (_STACKED, _JOINED) or not all(expert < len(tensors) for tensors in sources):
+        sources = [
+            conversion.sources.get(pattern, []) for pattern in conversion.converter.source_patterns
+        ]
+        if (
+            expert is None
+            or joins not in (_STACKED, _JOINED)
+            or not all(expert < len(tensors) for tensors in sources)
+        ):
             return []
         return [(tensors[expert], range(tensors[expert].num_rows)) for tensors in sources]
 
@@ -163,15 +203,19 @@ class StateDictReader:
         return self._conversions[self._stored_key[key]]
 
     def _is_converted_by_expert(self, key: str) -> bool:
-        """Whether an expert's sources alone give its part of the entry: no operation then joins experts."""
+        """Whether an expert's sources alone give its part of the entry: no operation then joins
+        experts.
+        """
         if key not in self._by_expert:
             conversion, (num_experts, *shape) = self._conversion(key), self.shapes[key]
             counts = {
-                len(tensors) if len(tensors) > 1 else tensors[0].shape[0] for tensors in conversion.sources.values()
+                len(tensors) if len(tensors) > 1 else tensors[0].shape[0]
+                for tensors in conversion.sources.values()
             }
             entry = None
             if num_experts > 1 and counts == {num_experts}:
-                with suppress(Exception):  # an operation that needs all raises whatever its arithmetic leads to
+                # an operation that needs all raises whatever its arithmetic leads to
+                with suppress(Exception):
                     entry = conversion.entries(self._model, _no_data, 0).get(self._stored_key[key])
             self._by_expert[key] = entry is not None and entry.shape == (1, *shape)
         return self._by_expert[key]
@@ -181,23 +225,30 @@ class StateDictReader:
     def _match(
         self, tensors: Mapping[str, LogicalTensor], state: dict[str, torch.Tensor]
     ) -> tuple[list[_Conversion], dict[str, str]]:
-        """Return the conversions, and renamed -> stored name of the tensors that are no part of any.
+        """Return the conversions, and renamed -> stored name of the tensors that are no part of
+        any.
 
         The order and the rules are those of `transformers.core_model_loading`.
         """
         transforms = get_model_conversion_mapping(self._model)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         prefix = self._model.base_model_prefix
         conversions: dict[str, _Conversion] = {}
         unused = {}
         for name in sorted(tensors, key=dot_natural_key):
             key, pattern = rename_source_key(name, renamings, converters, prefix, state)
-            # Stored under the key itself, which the renamings, written for older names, would change.
+            # Stored under the key itself, which the renamings, written for older names, would
+            # change.
             if key not in state and name in state:
                 key, pattern = rename_source_key(name, [], [], prefix, state)
-            # A model of several parts, such as text and vision, of which the language model alone is computed here.
+            # A model of several parts, such as text and vision, of which the language model alone
+            # is computed here.
             if key not in state and (text_name := _LANGUAGE_MODEL.sub(r"\1", name)) != name:
                 key, pattern = rename_source_key(text_name, renamings, converters, prefix, state)
             if key not in state:
@@ -206,7 +257,9 @@ class StateDictReader:
             converter = None if pattern is None else by_pattern[pattern]
             conversion = conversions.setdefault(key, _Conversion(key, converter))
             if conversion.converter is not converter or (converter is None and conversion.sources):
-                raise CheckpointError(f"{tensors[name].title} and {conversion.title} are both {key}")
+                raise CheckpointError(
+                    f"{tensors[name].title} and {conversion.title} are both {key}"
+                )
             self._require_type(tensors[name], state[key].dtype)
             conversion.sources.setdefault(pattern or name, []).append(tensors[name])
         return list(conversions.values()), unused
@@ -215,22 +268,30 @@ class StateDictReader:
         types = FLOAT_TYPES if dtype.is_floating_point else TORCH_TYPES
         if tensor.dtype not in types:
             supported = ", ".join(types)
-            raise CheckpointError(f"{tensor.title} has the type {tensor.dtype}; supported are {supported}")
+            raise CheckpointError(
+                f"{tensor.title} has the type {tensor.dtype}; supported are {supported}"
+            )
 
-    def _converted_keys(self, conversion: _Conversion, state: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the entries that a conversion gives, with shapes checked: it is applied to tensors without data."""
+    def _converted_keys(
+        self, conversion: _Conversion, state: Mapping[str, torch.Tensor]
+    ) -> list[str]:
+        """Return the entries that a conversion gives, with shapes checked: it is applied to tensors
+        without data.
+        """
         for tensors in conversion.sources.values():
             _require_numbered(tensors)
         try:
             entries = conversion.entries(self._model, _no_data)
         except Exception as error:  # whatever shapes that do not fit lead to
             shapes = ", ".join(str(list(tensor.shape)) for tensor in conversion.tensors[:4])
-            raise CheckpointError(f"{conversion.title} of {shapes} cannot become {conversion.key}: {error}") from error
+            raise CheckpointError(
+                f"{conversion.title} of {shapes} cannot become {conversion.key}: {error}"
+            ) from error
         for key, entry in entries.items():
             if key in state and entry.shape != state[key].shape:
                 raise CheckpointError(
-                    f"{conversion.title} has the shape {list(entry.shape)} as {key}, but its config.json asks "
-                    f"for {list(state[key].shape)}"
+                    f"{conversion.title} has the shape {list(entry.shape)} as {key}, but its "
+                    f"config.json asks for {list(state[key].shape)}"
                 )
         return [key for key in entries if key in state]
 
@@ -241,7 +302,11 @@ class StateDictReader:
         stored = {}
         for key in state:
             source = tied.get(key, key)
-            group = [key, source, *(target for target, tied_to in tied.items() if tied_to == source)]
+            group = [
+                key,
+                source,
+                *(target for target, tied_to in tied.items() if tied_to == source),
+            ]
             name = next((name for name in group if name in self._conversions), None)
             if name is not None:
                 stored[key] = name
@@ -251,7 +316,9 @@ class StateDictReader:
 
 
 class _OneExpert:
-    """What operations ask of a model, for entries that stack experts: shapes, as if there were one expert."""
+    """What operations ask of a model, for entries that stack experts: shapes, as if there were one
+    expert.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -281,13 +348,17 @@ def _rows_of(tensor: LogicalTensor, expert: int | None) -> range:
 
 
 def _require_numbered(tensors: list[LogicalTensor]) -> None:
-    """Raise `CheckpointError` if the tensors of a list, such as the experts of a layer, are not numbered from 0 on."""
+    """Raise `CheckpointError` if the tensors of a list, such as the experts of a layer, are not
+    numbered from 0 on.
+    """
     if len(tensors) < 2:
         return
     numbers = [[int(digits) for digits in re.findall(r"\d+", tensor.name)] for tensor in tensors]
     varying = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1]
     if varying != [tuple(range(len(tensors)))]:
-        raise CheckpointError(f"{tensors[0].title} and {len(tensors) - 1} more are not numbered from 0 on; some lack")
+        raise CheckpointError(
+            f"{tensors[0].title} and {len(tensors) - 1} more are not numbered from 0 on; some lack"
+        )
 
 
 def _any_of(patterns: Any) -> re.Pattern[str] | None:
@@ -295,23 +366,32 @@ def _any_of(patterns: Any) -> re.Pattern[str] | None:
 
 
 class StateDictCheckpoint(SafetensorsCheckpoint):
-    """Tensors by canonical name, of which each is an entry of the state dict or one expert of it."""
+    """Tensors by canonical name, of which each is an entry of the state dict or one expert of
+    it.
+    """
 
     def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
         return read_config(folder, architecture_by_modules)
 
-    def _find(self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path) -> None:
+    def _find(
+        self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path
+    ) -> None:
         assert isinstance(self.config, TransformersConfig)
         self._modules = self.config.modules
         self._reader = StateDictReader(empty_model(self._modules.text), tensors, path)
         head, table = self._modules.head_key, self._modules.table_key
         if self._reader.has_own(head) and self._reader.has_own(table):
             self._untie_if_different(self._reader.tiles(head), self._reader.tiles(table))
-        self._choose_type((self._reader.tensors(key)[0].dtype, shape) for key, shape in self._reader.shapes.items())
+        self._choose_type(
+            (self._reader.tensors(key)[0].dtype, shape)
+            for key, shape in self._reader.shapes.items()
+        )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the files, and of how `transformers` makes a state dict of them, by which weight files are named."""
+        """Of the files, and of how `transformers` makes a state dict of them, by which weight files
+        are named.
+        """
         return hashlib.sha256(f"{super().fingerprint} {loading_digest()}".encode()).hexdigest()
 
     def _title(self, name: str) -> str:

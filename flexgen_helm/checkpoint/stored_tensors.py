@@ -47,7 +47,9 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return name -> tensor of a safetensors file; raises `CheckpointError` if it is truncated or corrupt."""
+    """Return name -> tensor of a safetensors file; raises `CheckpointError` if it is truncated or
+    corrupt.
+    """
     from safetensors import SafetensorError, safe_open  # registration does without
 
     file = SourceFile.open(path)
@@ -63,24 +65,32 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         advice = "free memory, allow more files (ulimit -n), or look at the disk (dmesg)"
         raise CheckpointError(f"{path} cannot be opened; {advice}") from None
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is truncated or corrupt ({file.size} bytes): {error}") from error
+        raise CheckpointError(
+            f"{path} is truncated or corrupt ({file.size} bytes): {error}"
+        ) from error
     length = int.from_bytes(file.read(0, 8, "header length"), "little")
     header = json.loads(bytes(file.read(8, length, "header")))
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+        tensors[name] = StoredTensor(
+            file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin
+        )
     return tensors
 
 
 def joined(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Return the tensors of all files of a model; raises `CheckpointError` if two of them have one of the same name."""
+    """Return the tensors of all files of a model; raises `CheckpointError` if two of them have one
+    of the same name.
+    """
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
         for name in tensors.keys() & header:
             first, second = tensors[name].file.path, header[name].file.path
-            raise CheckpointError(f"{first} and {second.name} both have a tensor {name}; fetch the model again")
+            raise CheckpointError(
+                f"{first} and {second.name} both have a tensor {name}; fetch the model again"
+            )
         tensors |= header
     return tensors
 
@@ -92,9 +102,10 @@ class StoredPlane:
     offset: where the tensor begins in the file.
     row_bytes: of one of its rows.
     block_bytes: of each block.
-    same_rows, same_blocks: neighbouring rows of the matrix, and neighbouring blocks of a row, that have the same ones.
-    matrix_rows, rows: of each of several matrices, in which `same_rows` begin anew: its own, and those it has here, 0
-        if all matrices have the same ones.
+    same_rows, same_blocks: neighbouring rows of the matrix, and neighbouring blocks of a row, that
+        have the same ones.
+    matrix_rows, rows: of each of several matrices, in which `same_rows` begin anew: its own, and
+        those it has here, 0 if all matrices have the same ones.
     """
 
     file: SourceFile
@@ -132,7 +143,9 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class MatchedTensor:
-    """A tensor of the model: these rows of a stored tensor. transposed: they are columns in the file."""
+    """A tensor of the model: these rows of a stored tensor. transposed: they are columns in the
+    file.
+    """
 
     stored: LogicalTensor
     rows: list[range]
@@ -143,7 +156,9 @@ class MatchedTensor:
 def find_stored(
     source: TensorSource, stored: Mapping[str, LogicalTensor], prefixes: Sequence[str]
 ) -> LogicalTensor | None:
-    """Return the stored tensor that a source names, under the first prefix with which there is one; None without."""
+    """Return the stored tensor that a source names, under the first prefix with which there is one;
+    None without.
+    """
     names = (prefix + source.name for prefix in prefixes)
     return next((stored[name] for name in names if name in stored), None)
 
@@ -162,7 +177,9 @@ def match_tensors(
     Raises `CheckpointError` if a tensor is missing or has another shape than the config asks for.
     """
     if config.num_layers > len(stored):  # a damaged number can be billions
-        raise CheckpointError(f"{path} contains {len(stored)} tensors, too few for {config.num_layers} layers")
+        raise CheckpointError(
+            f"{path} contains {len(stored)} tensors, too few for {config.num_layers} layers"
+        )
     shapes = tensor_shapes(config)
     matched: dict[str, MatchedTensor] = {}
     for canonical, shape in shapes.items():
@@ -179,15 +196,17 @@ def match_tensors(
             expected = (num_rows // shape[0], *shape)
         if tensor.shape != expected:
             raise CheckpointError(
-                f"{tensor.title} has the shape {list(tensor.shape)}, but its {described_by(path)} asks for "
-                f"{list(expected)}"
+                f"{tensor.title} has the shape {list(tensor.shape)}, but its {described_by(path)} "
+                f"asks for {list(expected)}"
             )
         matched[canonical] = MatchedTensor(tensor, rows, source, transposed)
     return matched
 
 
 # What compiling and training in parallel put into names.
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|module|_(?:forward|fsdp_wrapped|checkpoint_wrapped)_module)\.")
+_WRAPPERS = re.compile(
+    r"(?<![^.])(?:_orig_mod|module|_(?:forward|fsdp_wrapped|checkpoint_wrapped)_module)\."
+)
 
 
 def described_by(path: Path) -> str:
@@ -196,8 +215,14 @@ def described_by(path: Path) -> str:
 
 
 def missing_tensor_error(path: Path, name: str, stored: Iterable[str]) -> CheckpointError:
-    """Make the error for a tensor that is missing, or has a prefix that some wrapper of the model has left."""
-    wrapped = next((key for key in stored if f".{_WRAPPERS.sub('', key)}".endswith(f".{name}")), None)
+    """Make the error for a tensor that is missing, or has a prefix that some wrapper of the model
+    has left.
+    """
+    wrapped = next(
+        (key for key in stored if f".{_WRAPPERS.sub('', key)}".endswith(f".{name}")), None
+    )
     part = (_WRAPPERS.findall(wrapped) or [wrapped.removesuffix(name)])[0] if wrapped else ""
     hint = f"; it has {wrapped}: save the model again without '{part}'" if wrapped else ""
-    return CheckpointError(f"{path} lacks the tensor {name}, which its {described_by(path)} asks for{hint}")
+    return CheckpointError(
+        f"{path} lacks the tensor {name}, which its {described_by(path)} asks for{hint}"
+    )

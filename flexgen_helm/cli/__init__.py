@@ -1,7 +1,8 @@
-"""The `flexgen-helm` command. Data goes to stdout, progress and errors to stderr; every error is one sentence.
+"""The `flexgen-helm` command. Data goes to stdout, progress and errors to stderr; every error is
+one sentence.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted. A command imports torch, transformers and
-HELM when it needs them, so `--help` answers at once.
+Exit codes: 0 done, 1 failed, 2 wrong usage or refused, 130 interrupted. A command imports torch,
+transformers and HELM when it needs them, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the program
+            # a terminal without UTF-8 shows '?' instead of ending the program
+            stream.reconfigure(errors="replace")
     arguments = complete_dummy_weights(sys.argv[1:] if argv is None else list(argv))
     is_debugging = bool(os.environ.get("FLEXGEN_HELM_DEBUG"))
     rank = rank_of_process()
@@ -54,7 +56,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     except SystemExit as stop:
         if isinstance(broken := stop.__context__, BrokenPipeError):
-            return getattr(broken.__context__, "exit_code", 0)  # `| head` has read enough, perhaps of a refusal
+            # `| head` has read enough, perhaps of a refusal
+            return getattr(broken.__context__, "exit_code", 0)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except FlexgenError as error:
         if is_debugging:
@@ -70,13 +73,20 @@ def _run(argv: Sequence[str] | None) -> int:
         if is_debugging:
             traceback.print_exc()
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            say(f"flexgen-helm: {error.filename} is too long for the name of a file; give a shorter one")
+            say(
+                f"flexgen-helm: {error.filename} is too long for the name of a file; give a "
+                "shorter one"
+            )
             return 2
         if isinstance(error, OSError) and not error.filename and _stdout_fails():
             error.filename = "/dev/stdout"
         hint = "" if is_debugging else " (set FLEXGEN_HELM_DEBUG=1 to see where)"
         is_known = isinstance(error, OSError) and (error.filename or system_error(error))
-        say(f"flexgen-helm: {explain(error)}" if is_known else f"flexgen-helm: unexpected {explain(error)}{hint}")
+        say(
+            f"flexgen-helm: {explain(error)}"
+            if is_known
+            else f"flexgen-helm: unexpected {explain(error)}{hint}"
+        )
         return 1
 
 
@@ -85,15 +95,21 @@ def _stdout_fails() -> bool:
     try:
         print(flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+        # Python flushes it at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
 
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: batch systems send it when the time is up, and answers are stored then."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """Let SIGTERM do what Ctrl-C does: batch systems send it when the time is up, and answers are
+    stored then.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -105,21 +121,26 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 # What torchrun changes for a command: rank 0 runs it, the others follow, and all end together.
 
-# Seconds to wait after SIGTERM: a broken connection tells which rank was lost, and torchrun, which ends all, does not.
+# Seconds to wait after SIGTERM: a broken connection tells which rank was lost, and torchrun, which
+# ends all, does not.
 _GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @contextmanager
 def as_rank(rank: Rank) -> Iterator[None]:
-    """Be a rank of a pipeline: end with the parent, or a little after SIGTERM, and tell the others at the end."""
+    """Be a rank of a pipeline: end with the parent, or a little after SIGTERM, and tell the others
+    at the end.
+    """
     from flexgen_helm.engine.pipeline import leave_pipeline
 
     @process.ours
     def end(number: int, frame: FrameType | None) -> None:
         raise Interrupted("ended by a signal; what is finished is kept")
 
-    signal.signal(signal.SIGTERM, process.ours(lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S)))
+    signal.signal(
+        signal.SIGTERM, process.ours(lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S))
+    )
     signal.signal(signal.SIGALRM, end)
     end_with_parent()
     try:
@@ -130,7 +151,9 @@ def as_rank(rank: Rank) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the parent process ends, however it ends: torchrun cannot end its ranks if it is killed."""
+    """Get SIGTERM when the parent process ends, however it ends: torchrun cannot end its ranks if
+    it is killed.
+    """
     if sys.platform != "linux":
         return
     parent = os.getppid()

@@ -62,14 +62,19 @@ class _Line:
 
 
 def batch(
-    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch file; - reads stdin.")],
+    requests: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch file; - reads stdin.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="File to write.")],
     engine: EngineOptions,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Model that answers every line, whatever it names. Default: what the first line names.",
+            help=(
+                "Model that answers every line, whatever it names. Default: what the first line "
+                "names."
+            ),
             autocompletion=complete_model,
         ),
     ] = None,
@@ -82,9 +87,10 @@ def batch(
       in   custom_id, method, url (/v1/completions or /v1/chat/completions), body
       out  id, custom_id, response (status_code, request_id, body), error
 
-    A bad line fails alone, with its error in the response's body; the exit code is then 1. A field of the body that is
-    not supported is refused by name. Finished lines are appended to OUT.jsonl.partial. After an interruption the same
-    command goes on: what was computed comes from the response cache.
+    A bad line fails alone, with its error in the response's body; the exit code is then 1. A field
+    of the body that is not supported is refused by name. Finished lines are appended to
+    OUT.jsonl.partial. After an interruption the same command goes on: what was computed comes from
+    the response cache.
 
     Example:
       flexgen-helm batch requests.jsonl -o answers.jsonl \\
@@ -94,7 +100,9 @@ def batch(
     content = read_input("IN.jsonl", requests)
     created = int(time.time() if str(requests) == "-" else requests.stat().st_mtime)
     parsed = list(_parse(content))
-    name = model or next((line.asked.model for line in parsed if line.asked and line.asked.model), None)
+    name = model or next(
+        (line.asked.model for line in parsed if line.asked and line.asked.model), None
+    )
     if name is None and any(line.asked for line in parsed):
         raise UsageError("no line names a model; give one with --model")
     answered = (_failure(line) for line in parsed)  # no line names a model
@@ -104,18 +112,26 @@ def batch(
         except UnknownModelError as error:
             if model is not None:
                 raise
-            raise UnknownModelError(f"{error}; --model NAME answers all lines, whatever they name") from error
+            raise UnknownModelError(
+                f"{error}; --model NAME answers all lines, whatever they name"
+            ) from error
         reader, service = ModelReader("batch"), Service(EngineLoader())
-        atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
+        # a second signal may end the first close
+        atexit.register(process.close_at_exit, service.close)
         head = {"created": created, "model": name}
         answered = _answers(parsed, arguments, reader, service, head, None if model else name)
     with written_whole(out, "-o") as output, closing(answered):
-        num_failed = sum(_write(output, line, *response) for response, line in zip(answered, parsed))
+        num_failed = sum(
+            _write(output, line, *response) for response, line in zip(answered, parsed)
+        )
     if name is not None:
         _write_record(out, arguments, reader, service)
     say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
     if num_failed:
-        say(f"flexgen-helm: {num_failed} of {len(parsed)} lines failed; each says why in its response")
+        say(
+            f"flexgen-helm: {num_failed} of {len(parsed)} lines failed; each says why in its "
+            "response"
+        )
         raise typer.Exit(1)
 
 
@@ -137,9 +153,13 @@ def _parse(content: bytes) -> Iterator[_Line]:
                 custom_id = None
                 raise ApiError(f"line {number} has no custom_id, which must be a text", "custom_id")
             if (first := seen.setdefault(custom_id, number)) != number:
-                raise ApiError(f"custom_id of line {number} is that of line {first} too", "custom_id")
+                raise ApiError(
+                    f"custom_id of line {number} is that of line {first} too", "custom_id"
+                )
             if unknown := sorted(set(line) - _KEYS):
-                raise ApiError(f"line {number} has {unknown[0][:60]!a}; known are {', '.join(sorted(_KEYS))}")
+                raise ApiError(
+                    f"line {number} has {unknown[0][:60]!a}; known are {', '.join(sorted(_KEYS))}"
+                )
             if line.get("method", "POST") != "POST":
                 raise ApiError(f"method of line {number} must be POST", "method")
             yield _Line(identity, custom_id, parse_body(line.get("url", ""), line.get("body")))
@@ -160,7 +180,8 @@ def _answers(
 ) -> Generator[tuple[int, Json]]:
     """Yield status and body of the response to each line, in order; close the service.
 
-    head: what bodies say of the model, and when they were made. only: what lines must name; None for whatever.
+    head: what bodies say of the model, and when they were made. only: what lines must name; None
+        for whatever.
     """
 
     def encoded(line: _Line) -> _Line:
@@ -171,12 +192,15 @@ def _answers(
         try:
             if only is not None and asked.model != only:
                 raise ApiError(
-                    f"the model is {asked.model!a}, and this file's first line names {only!a}; a file asks one model, "
-                    "or --model answers all lines", "model", "model_not_found", 404
+                    f"the model is {asked.model!a}, and this file's first line names {only!a}; a "
+                    "file asks one model, or --model answers all "
+                    "lines", "model", "model_not_found", 404
                 )  # fmt: skip
             chat = reader.chat(model) if isinstance(asked, AskedChat) else None
             positions = reader.facts(model).max_positions
-            prompts = to_requests(asked, reader.encoder(model), chat, positions, line.custom_id or "")
+            prompts = to_requests(
+                asked, reader.encoder(model), chat, positions, line.custom_id or ""
+            )
         except FlexgenError as error:
             return _Line(line.identity, line.custom_id, error=error)
         return replace(line, prompts=prompts)
@@ -189,13 +213,16 @@ def _answers(
         if failed := next((result.error for result in results if result.error is not None), None):
             return error_status(failed), error_body(failed)
         tokenizer = reader.encoder(model).tokenizer
-        return 200, to_body(line.asked, line.prompts, results, tokenizer, {"id": line.identity, **head})
+        return 200, to_body(
+            line.asked, line.prompts, results, tokenizer, {"id": line.identity, **head}
+        )
 
     try:
         reader.encoder(model)  # what no line could be answered without
         service.preload(model)
         lines = list(map(encoded, parsed))
-        report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
+        # what this thread has opened, it needs no longer
+        report(ProgressPhase("load", done=1, total=1))
         with service.submit(model, [prompt.request for line in lines for prompt in line.prompts]):
             yield from map(response, lines)
     finally:
@@ -214,7 +241,9 @@ def _write_record(out: Path, model: ModelArguments, reader: ModelReader, service
         chat = reader.chat(model)
     record = service.record(model, chat)
     # One that computed nothing keeps what is said of the machine that did.
-    if record and (record["hardware"] or read_object(path).get("fingerprint") != record["fingerprint"]):
+    if record and (
+        record["hardware"] or read_object(path).get("fingerprint") != record["fingerprint"]
+    ):
         write_json(path, record)
 
 
@@ -226,9 +255,13 @@ def recorded_lines(out: Path, requests: Path) -> Recorded:
     def recorded(answer: Json) -> RecordedAnswer:
         name, body = f"{out.name}, {answer['custom_id']}", answer["response"]["body"]
         if (line := lines.get(answer["id"])) is None:
-            raise UsageError(f"{requests} is not what {name}, answers; give the file as it was then")
+            raise UsageError(
+                f"{requests} is not what {name}, answers; give the file as it was then"
+            )
         head = {"created": body["created"], "model": body["model"]}
-        return RecordedAnswer(name, body, lambda *given: next(_answers([line], given[1], reader, given[0], head))[1])
+        return RecordedAnswer(
+            name, body, lambda *given: next(_answers([line], given[1], reader, given[0], head))[1]
+        )
 
     def read() -> list[RecordedAnswer]:
         answers = (parse_json(text, "an answer") for text in out.read_bytes().splitlines())

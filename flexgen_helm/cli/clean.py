@@ -25,8 +25,8 @@ from flexgen_helm.locks import InUseError, locked
 _DAY_S = 86_400.0
 # Folders whose names begin with a point are rests of a conversion, or of a removal.
 _STORED = (
-    "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*", "offload/logits-*",
-    "offload/hidden-*", "*/.*.removed",
+    "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*",
+    "offload/logits-*", "offload/hidden-*", "*/.*.removed",
 )  # fmt: skip
 
 
@@ -49,43 +49,67 @@ class StoredItem:
 def clean(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="What to remove, as it is listed; * stands for any letters."),
+        typer.Argument(
+            metavar="[NAME]...", help=("What to remove, as it is listed; * stands for any letters.")
+        ),
     ] = None,
     older_than: Annotated[
         float | None,
-        typer.Option("--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."),
+        typer.Option(
+            "--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."
+        ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """List stored weights and answers with their size and last use; remove those that are named, with --yes.
+    """List stored weights and answers with their size and last use; remove those that are named,
+    with --yes.
 
-    All of it can be made again: answers by computing, conversions by convert, offloaded weights by the next run. What
-    a process of this machine uses is never removed. Nothing else removes it either.
+    All of it can be made again: answers by computing, conversions by convert, offloaded weights by
+    the next run. What a process of this machine uses is never removed. Nothing else removes it
+    either.
 
     Example:
       flexgen-helm clean 'offload/*' --older-than 30 --yes
     """
     if yes and not names and older_than is None:
-        raise UsageError("--yes removes what is named; name it as flexgen-helm clean lists it, or give --older-than")
+        raise UsageError(
+            "--yes removes what is named; name it as flexgen-helm clean lists it, or give "
+            "--older-than"
+        )
     home = state_dir()
     items = sorted(stored_items(home), key=lambda item: (-item.num_bytes, item.name))
     for pattern in names or ():
         if not any(fnmatchcase(item.name, pattern) for item in items):
-            raise UsageError(f"nothing is stored under the name {pattern}; flexgen-helm clean lists what there is")
+            raise UsageError(
+                f"nothing is stored under the name {pattern}; flexgen-helm clean lists what there "
+                "is"
+            )
     if names:
-        items = [item for item in items if any(fnmatchcase(item.name, pattern) for pattern in names)]
+        items = [
+            item for item in items if any(fnmatchcase(item.name, pattern) for pattern in names)
+        ]
     if older_than is not None:
         items = [item for item in items if item.last_used < time.time() - older_than * _DAY_S]
     for item in items if yes else ():
         remove(item)
     if as_json:
-        print_json({"home": str(home), "items": [{**asdict(item), "path": str(item.path)} for item in items]})
+        print_json(
+            {
+                "home": str(home),
+                "items": [{**asdict(item), "path": str(item.path)} for item in items],
+            }
+        )
     else:
         rows = [(size(item.num_bytes), _age(item), _state(item), item.name) for item in items]
         width = max([output().width, *(44 + len(item.name) for item in items)])  # names are copied
         print_rows(["size", "last use", "state", "name"], rows, width=width)
-        say(f"{count(len(items), 'item')}, {size(sum(item.num_bytes for item in items))}; names are paths in {home}")
+        say(
+            f"{count(len(items), 'item')}, {size(sum(item.num_bytes for item in items))}; names "
+            f"are paths in {home}"
+        )
     if items and not yes and (names or older_than is not None):
         say("Nothing was removed; the same command with --yes removes these.")
     raise typer.Exit(int(yes and not all(item.is_removed for item in items)))
@@ -111,13 +135,17 @@ def stored_items(home: Path) -> Iterator[StoredItem]:
             name=str(path.relative_to(home)),
             path=path,
             num_bytes=sum(status.st_blocks * 512 for status in statuses),
-            last_used=max((max(status.st_atime, status.st_mtime) for status in statuses), default=0.0),
+            last_used=max(
+                (max(status.st_atime, status.st_mtime) for status in statuses), default=0.0
+            ),
             is_in_use=is_in_use or any(f"{file}/".startswith(f"{path}/") for file in open_files),
         )
 
 
 def _lock(stack: ExitStack, path: Path) -> bool:
-    """Hold the locks beside it, those of engines, downloads and conversions; False where a process has one."""
+    """Hold the locks beside it, those of engines, downloads and conversions; False where a process
+    has one.
+    """
     target = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
     locks = [path.with_suffix(".lock"), target.with_name(f".{target.name}.lock")]
     if path.name.startswith("weights-"):

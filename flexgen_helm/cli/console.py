@@ -22,7 +22,9 @@ _FILE_WIDTH = 200
 
 
 # Names in untrusted files may hold sequences that a terminal obeys.
-_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
+_CONTROLS = dict.fromkeys(
+    (*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}"
+)
 
 
 def say(text: str) -> None:
@@ -31,12 +33,15 @@ def say(text: str) -> None:
 
 
 def print_json(content: Any) -> None:
-    """Print `content` as JSON on stdout. Raises ValueError for a number that is not finite, which is a defect."""
+    """Print `content` as JSON on stdout. Raises ValueError for a number that is not finite, which
+    is a defect.
+    """
     print(json.dumps(content, indent=2, allow_nan=False), flush=True)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, optional: Sequence[str] = ()) -> None:
-    """Print rows, by column, on stdout as a table for people: numbers to the right, missing values empty.
+    """Print rows, by column, on stdout as a table for people: numbers to the right, missing values
+    empty.
 
     optional: as of `table_text`
     """
@@ -46,9 +51,14 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, optional: Sequence[str] = 
 
 
 def print_rows(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = (), width: int | None = None
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    optional: Sequence[str] = (),
+    width: int | None = None,
 ) -> None:
-    """Print a table of text on stdout; optional: as of `table_text`; width: None for the terminal's."""
+    """Print a table of text on stdout; optional: as of `table_text`; width: None for the
+    terminal's.
+    """
     console = output()
     console.print(table_text(headings, rows, width or console.width, optional), soft_wrap=True)
 
@@ -73,7 +83,9 @@ def output() -> Console:
             raise
 
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, markup=False, emoji=False, width=None if has_width else _FILE_WIDTH)
+    return Console(
+        highlight=False, markup=False, emoji=False, width=None if has_width else _FILE_WIDTH
+    )
 
 
 def _cell(value: Any) -> str:
@@ -94,7 +106,9 @@ def read_input(flag: str, path: Path) -> bytes:
 
 
 def write_file(path: Path, text: str, remedy: str = "") -> None:
-    """Replace a file as a whole; raises `FlexgenError` with one sentence, and the remedy, if it cannot be written."""
+    """Replace a file as a whole; raises `FlexgenError` with one sentence, and the remedy, if it
+    cannot be written.
+    """
     try:
         replace_text(path, text)
     except OSError as error:

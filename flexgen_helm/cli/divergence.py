@@ -1,4 +1,6 @@
-"""`flexgen-helm divergence`: a model's perplexity on a text, and how far precisions or a second model are from it."""
+"""`flexgen-helm divergence`: a model's perplexity on a text, and how far precisions or a second
+model are from it.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,24 @@ _Second = Annotated[
     ),
 ]
 _Text = Annotated[Path | None, typer.Option(metavar="FILE", help="Text in UTF-8; - reads stdin.")]
-_Window = Annotated[int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window of the text.")]
+_Window = Annotated[
+    int | None, typer.Option(min=2, metavar="TOKENS", help="Tokens of a window of the text.")
+]
 _Suite = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead.")
+    str | None,
+    typer.Option(
+        metavar="NAME", help=("Compare on the prompts and answers of this suite's runs instead.")
+    ),
 ]
 _Baseline = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The first model's precision. Default: its name's, else fp16.")
+    str | None,
+    typer.Option(
+        metavar="NAME", help=("The first model's precision. Default: its name's, else fp16.")
+    ),
 ]
-_MaxWindows = Annotated[int | None, typer.Option(min=1, metavar="N", help="Compare only the first N windows.")]
+_MaxWindows = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Compare only the first N windows.")
+]
 
 
 def divergence(
@@ -73,12 +85,15 @@ def divergence(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure how far other precisions, or a second model, are from FP16: KL divergence, same top token, perplexity.
+    """Measure how far other precisions, or a second model, are from FP16: KL divergence, same top
+    token, perplexity.
 
-    It compares on a text, or on the tokens that make the scores of a suite: the answers of the first model's runs, or
-    what these runs scored. Windows of a text do not overlap, have no BOS token, and their first tokens are not scored.
-    Without a second model, --precision may name several, with commas between; 4bit is the default, and fp16 alone
-    gives the perplexity of the text. They compute one after the other, while the first one's logits are on the disk.
+    It compares on a text, or on the tokens that make the scores of a suite: the answers of the
+    first model's runs, or what these runs scored. Windows of a text do not overlap, have no BOS
+    token, and their first tokens are not scored.
+    Without a second model, --precision may name several, with commas between; 4bit is the default,
+    and fp16 alone gives the perplexity of the text. They compute one after the other, while the
+    first one's logits are on the disk.
 
     Example:
       flexgen-helm divergence smollm2-135m-instruct-q4_1 \\
@@ -86,17 +101,25 @@ def divergence(
     """
     check_engine_flags(engine)
     if rank_of_process() is not None:
-        raise UsageError("two models are compared in one process; start divergence without torchrun")
+        raise UsageError(
+            "two models are compared in one process; start divergence without torchrun"
+        )
     named = _compared(model, second, baseline, engine.get("precision"))
     of_text = {"--text": text, "--window": window, "--max-windows": max_windows}
     if suite is not None:
         if given := [flag for flag, value in of_text.items() if value is not None]:
             raise UsageError(f"--suite and {given[0]} exclude each other; leave one of them out")
         if len(named) < 2:
-            raise UsageError(f"--precision names only the baseline {named[0][2]}; add one, such as --precision 4bit")
+            raise UsageError(
+                f"--precision names only the baseline {named[0][2]}; add one, such as --precision "
+                "4bit"
+            )
         by_entry = _suite_prompts(model, named[0][2], output_path / "runs" / suite)
     elif text is None or window is None:
-        raise UsageError("divergence needs a text and its --window, or a --suite; see flexgen-helm divergence --help")
+        raise UsageError(
+            "divergence needs a text and its --window, or a --suite; see flexgen-helm divergence "
+            "--help"
+        )
     else:
         content = _read_text(text)
 
@@ -118,12 +141,23 @@ def divergence(
         return _say_perplexity_of(models[0], by_entry[""], as_json)
     found = _divergences(models, by_entry, files[0][0], by_layer, is_told=not as_json)
     if as_json:
-        entries = [{"entry": entry, "precisions": [*map(asdict, of)]} for entry, of in found.items()]
+        entries = [
+            {"entry": entry, "precisions": [*map(asdict, of)]} for entry, of in found.items()
+        ]
         asked = {"text": str(text), "window": window, "precisions": entries[0]["precisions"]}
-        print_json(finite({"model": model, **(asked if suite is None else {"suite": suite, "entries": entries})}))
+        print_json(
+            finite(
+                {
+                    "model": model,
+                    **(asked if suite is None else {"suite": suite, "entries": entries}),
+                }
+            )
+        )
 
 
-def _compared(model: str, second: str | None, baseline: str | None, asked: str | None) -> list[tuple[str, str, str]]:
+def _compared(
+    model: str, second: str | None, baseline: str | None, asked: str | None
+) -> list[tuple[str, str, str]]:
     """Return label, name and precision of all that is compared, the baseline first."""
     first = _named(model, baseline or (None if second else "fp16"))
     if second is not None:
@@ -158,7 +192,9 @@ def _divergences(
 
     (first, name, options), *others = models
     found: dict[str, list[Divergence]] = {entry: [] for entry in by_entry}
-    base = Baseline([*by_entry.values()], checkpoint.config, options, by_layer, checkpoint.fingerprint)
+    base = Baseline(
+        [*by_entry.values()], checkpoint.config, options, by_layer, checkpoint.fingerprint
+    )
     with Engine.from_config(name, base.beside(options)) as loaded:
         base.fill(loaded)
     for label, name, options in others:
@@ -184,7 +220,9 @@ def _scored(prompts: ComparedPrompts, compared: Compared) -> ScoredTokens:
 
 
 def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
-    """Print {tokens_scored, nll, perplexity}; `nll` is the total in nats. Infinite is what no float can hold."""
+    """Print {tokens_scored, nll, perplexity}; `nll` is the total in nats. Infinite is what no float
+    can hold.
+    """
     nll = -math.fsum(logprobs)
     perplexity = math.exp(nll / len(logprobs)) if nll < 709 * len(logprobs) else math.inf
     if as_json:
@@ -199,7 +237,12 @@ def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
 
 
 def _windows(
-    name: str, checkpoint: Checkpoint, tokenizer: Tokenizer | None, text: str, window: int, most: int | None
+    name: str,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    text: str,
+    window: int,
+    most: int | None,
 ) -> ComparedPrompts:
     """Return the windows of a text. The last may be shorter; a single token cannot be scored.
 
@@ -208,7 +251,9 @@ def _windows(
     if tokenizer is None:
         raise UsageError(f"the model {name} has no tokenizer files, so it cannot read a text")
     if window > checkpoint.config.max_positions:
-        raise UsageError(f"--window {window} is beyond the {checkpoint.config.max_positions} positions of {name}")
+        raise UsageError(
+            f"--window {window} is beyond the {checkpoint.config.max_positions} positions of {name}"
+        )
     from flexgen_helm.engine.divergence import ComparedPrompts
 
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -233,7 +278,10 @@ def _named(model: str, asked: str | None) -> tuple[str, str, str]:
     """
     meant = resolve(model).options.get("precision")
     if meant is not None and asked not in (None, meant):
-        raise UsageError(f"the name {model} already means {meant}, and {asked} is asked for; give the model's own name")
+        raise UsageError(
+            f"the name {model} already means {meant}, and {asked} is asked for; give the model's "
+            "own name"
+        )
     label = model.removeprefix(PREFIX) + (f"-{asked}" if asked else "")
     return label, model, precision_named(asked or meant or "fp16").name
 
@@ -250,7 +298,9 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
     runs = [run for run in every if run.model in (name, resolve(model).name)]
     if not runs:
         there = ", ".join(dict.fromkeys(run.model for run in every)) or "no run"
-        raise UsageError(f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {there}")
+        raise UsageError(
+            f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {there}"
+        )
     from flexgen_helm.plugin.run_answers import read_compared_prompts  # imports HELM
 
     found = {run.entry: read_compared_prompts(run) for run in runs}
@@ -263,7 +313,9 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
 
 
 def describe(found: Divergence, entry: str = "") -> str:
-    """Return a divergence as text for people; entry: the run entry that was compared, "" for a text."""
+    """Return a divergence as text for people; entry: the run entry that was compared, "" for a
+    text.
+    """
     row = "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
 
     def spread(title: str, of: Spread) -> str:
@@ -273,9 +325,15 @@ def describe(found: Divergence, entry: str = "") -> str:
 
     lines = [
         f"{entry + ': ' if entry else ''}{found.precision} against {found.baseline}: "
-        f"{count(found.tokens, 'token')} in {count(found.documents, 'instance' if entry else 'window')}",
-        f"  perplexity {found.perplexity:.4f}, {found.ratio:.4f} times {found.baseline_perplexity:.4f}"
-        + ("" if found.interval is None else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"),
+        f"{count(found.tokens, 'token')} in "
+        f"{count(found.documents, 'instance' if entry else 'window')}",
+        f"  perplexity {found.perplexity:.4f}, {found.ratio:.4f} times "
+        f"{found.baseline_perplexity:.4f}"
+        + (
+            ""
+            if found.interval is None
+            else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"
+        ),
         f"  same top token at {found.same_top:.2%}",
         row("nats", "mean", "95 % interval", "median", "99 %", "largest"),
         spread("KL divergence", found.kl),
@@ -284,6 +342,9 @@ def describe(found: Divergence, entry: str = "") -> str:
     if found.layers is not None:
         names = ["embedding", *(f"layer {number}" for number in range(1, len(found.layers)))]
         largest = max(found.layers) or 1.0
-        rows = [(name, f"{error:.6f}", "█" * round(20 * error / largest)) for name, error in zip(names, found.layers)]
+        rows = [
+            (name, f"{error:.6f}", "█" * round(20 * error / largest))
+            for name, error in zip(names, found.layers)
+        ]
         lines.append(table_text(["after", "error", "of the largest"], rows, 80))
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""`flexgen-helm doctor`: check whether everything is here that an evaluation needs, and say what to do."""
+"""`flexgen-helm doctor`: check whether everything is here that an evaluation needs, and say what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,18 @@ def doctor(
 ) -> None:
     """Check whether this machine has all that an evaluation needs.
 
-    Each line says what was found, and what to do if it is not enough. The exit code is 1 if a check failed.
+    Each line says what was found, and what to do if it is not enough. The exit code is 1 if a check
+    failed.
     """
 
     findings = run_checks(model)
     failed = any(finding.status == "failed" for finding in findings.values())
     if as_json:
         print_json(
-            {"ok": not failed, "checks": [{"name": name, **asdict(finding)} for name, finding in findings.items()]}
+            {
+                "ok": not failed,
+                "checks": [{"name": name, **asdict(finding)} for name, finding in findings.items()],
+            }
         )
     else:
         rows = [
@@ -75,7 +81,9 @@ class Finding:
 
 
 def run_checks(model: str | None = None) -> dict[str, Finding]:
-    """Return the findings of all checks by name, in the order in which they build on each other. No check raises."""
+    """Return the findings of all checks by name, in the order in which they build on each other. No
+    check raises.
+    """
     checks = dict(_CHECKS)
     if model is not None:
         checks[f"weights of {model}"] = partial(_verified, model)
@@ -86,7 +94,9 @@ def run_checks(model: str | None = None) -> dict[str, Finding]:
             found[name] = check()
         except Exception as error:  # a check that breaks is a finding, and the others still matter
             is_known = isinstance(error, (FlexgenError, OSError))
-            remedy = None if is_known else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
+            remedy = (
+                None if is_known else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
+            )
             found[name] = Finding("failed", explain(error), remedy)
     return found
 
@@ -104,7 +114,10 @@ def _packages() -> Finding:
         pins = " ".join(f'"{name}{needed.specifier}"' for name, needed in wrong.items())
         installed = ", ".join(f"{name} {_installed(name) or 'is absent'}" for name in wrong)
         return Finding("failed", f"not supported: {installed}", f"Run: pip install {pins}.")
-    return Finding("ok", ", ".join(f"{name} {version}" for name, version in versions().items() if name != "python"))
+    return Finding(
+        "ok",
+        ", ".join(f"{name} {version}" for name, version in versions().items() if name != "python"),
+    )
 
 
 def _tested() -> Finding:
@@ -114,25 +127,38 @@ def _tested() -> Finding:
     tested = proved_table()["tested"]
     # Without the suffix of the build, such as +cpu.
     installed = {name: (_installed(name) or "").partition("+")[0] for name in tested}
-    unknown = [f"{name} {version}" for name, version in installed.items() if version and version not in tested[name]]
+    unknown = [
+        f"{name} {version}"
+        for name, version in installed.items()
+        if version and version not in tested[name]
+    ]
     if not unknown:
-        return Finding("ok", ", ".join(f"{name} {version or None}" for name, version in installed.items()))
+        return Finding(
+            "ok", ", ".join(f"{name} {version or None}" for name, version in installed.items())
+        )
     known = " and ".join(f"{name} {releases[-1]}" for name, releases in tested.items())
     return Finding(
         "warning",
         f"no test has seen {' and '.join(unknown)}",
-        f"A model of each kind is compared with transformers when it is first opened. {known} are tested.",
+        (
+            f"A model of each kind is compared with transformers when it is first opened. {known} "
+            "are tested."
+        ),
     )
 
 
 def _plugin() -> Finding:
     deployment = f"flexgen/{WHEEL_MODEL}"
     if not any(point.name == "flexgen_helm" for point in metadata.entry_points(group="helm")):
-        return Finding("failed", "no entry point in the group 'helm'", "Install flexgen-helm with pip again.")
+        return Finding(
+            "failed", "no entry point in the group 'helm'", "Install flexgen-helm with pip again."
+        )
     look_up = Path(__file__).parents[1] / "plugin" / "lookup.py"
     error = _python_subprocess(look_up.read_text(encoding="utf-8"), deployment)
     if error is not None:
-        return Finding("failed", f"HELM does not find {deployment}: {error}", "Mend what the message names.")
+        return Finding(
+            "failed", f"HELM does not find {deployment}: {error}", "Mend what the message names."
+        )
     return Finding("ok", f"HELM finds {deployment}")
 
 
@@ -148,14 +174,19 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("ok", "none usable; everything runs on the CPU")
     total = torch.cuda.get_device_properties(0).total_memory
-    return Finding("ok", f"{torch.cuda.get_device_name(0)}, {size(total)}, {torch.cuda.device_count()} in all")
+    return Finding(
+        "ok", f"{torch.cuda.get_device_name(0)}, {size(total)}, {torch.cuda.device_count()} in all"
+    )
 
 
 def _memory() -> Finding:
     memory = host_memory()
     found = f"{size(memory.available)} of {size(memory.total)} available"
     if memory.group_limit is not None:
-        found += f", in a control group of {size(memory.group_limit)} (a container, or a job of a cluster)"
+        found += (
+            f", in a control group of {size(memory.group_limit)} (a container, or a job of a "
+            "cluster)"
+        )
     if memory.available < LOW_MEMORY:
         return Finding("warning", found, "Close other programs, or choose a small model.")
     return Finding("ok", found)
@@ -179,9 +210,15 @@ def _data() -> Finding:
     from flexgen_helm.runs.data import LAMBADA, WIKITEXT
 
     files = {path.name for path in folder.iterdir()}
-    found = f"{folder} has {' and '.join(sorted(files & {LAMBADA, WIKITEXT})) or 'nothing that is looked for there'}"
+    found = (
+        f"{folder} has "
+        f"{' and '.join(sorted(files & {LAMBADA, WIKITEXT})) or 'nothing that is looked for there'}"
+    )
     if unused := sorted(files - {LAMBADA, WIKITEXT}):
-        found += f"; nothing reads {', '.join(unused)} there: HELM's data belongs in benchmark_output/scenarios"
+        found += (
+            f"; nothing reads {', '.join(unused)} there: HELM's data belongs in "
+            "benchmark_output/scenarios"
+        )
     return Finding("ok", found)
 
 
@@ -193,7 +230,9 @@ def _weights() -> Finding:
     if not path.is_file():
         return Finding("warning", f"{WHEEL_MODEL} is not here yet", remedy)
     if path.stat().st_size != GGUF_SIZE:
-        return Finding("failed", f"{path} is damaged: {path.stat().st_size:,} bytes, not {GGUF_SIZE:,}", remedy)
+        return Finding(
+            "failed", f"{path} is damaged: {path.stat().st_size:,} bytes, not {GGUF_SIZE:,}", remedy
+        )
     return Finding("ok", str(path))
 
 
@@ -236,7 +275,9 @@ def _requirements() -> dict[str, Requirement]:
 
     needed: dict[str, Requirement] = {}
     for need in map(Requirement, metadata.requires("flexgen-helm") or ()):
-        is_extra = need.marker is not None and any(need.marker.evaluate({"extra": extra}) for extra in _EXTRAS)
+        is_extra = need.marker is not None and any(
+            need.marker.evaluate({"extra": extra}) for extra in _EXTRAS
+        )
         if need.marker is None or (is_extra and _installed(need.name) is not None):
             needed[need.name] = need
     return needed
@@ -257,7 +298,8 @@ def _is_met(needed: Requirement) -> bool:
 def _python_subprocess(code: str, *arguments: str) -> str | None:
     """Run `code` in a fresh interpreter. Return None if it succeeds, else its last line of error.
 
-    It begins in this folder, as a run would: variables may name relative paths. Modules that lie here are not found.
+    It begins in this folder, as a run would: variables may name relative paths. Modules that lie
+        here are not found.
     """
     command = [sys.executable, "-P", "-c", code, *arguments]
     try:

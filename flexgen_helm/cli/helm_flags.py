@@ -1,4 +1,5 @@
-"""The flags of helm-run: shown and completed by `flexgen-helm run`, checked before HELM is imported, and passed on.
+"""The flags of helm-run: shown and completed by `flexgen-helm run`, checked before HELM is
+imported, and passed on.
 
 tests/cli/test_helm_flags.py compares them with HELM's own parser.
 """
@@ -62,24 +63,49 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
         "runs/quickstart.conf",
         "+",
     ),
-    HelmFlag("-m, --max-eval-instances", "N", "Maximum instances per scenario (required).", "100", type=int),
+    HelmFlag(
+        "-m, --max-eval-instances",
+        "N",
+        "Maximum instances per scenario (required).",
+        "100",
+        type=int,
+    ),
     HelmFlag(
         "--suite",
         "NAME",
         "Name of this suite, for report and compare. Default: default, where unnamed runs mix.",
         "first",
     ),
-    HelmFlag("-o, --output-path", "DIR", "Folder of all suites. Default: benchmark_output.", "results"),
-    HelmFlag("--models-to-run", "MODEL…", "Run only entries of these models.", "flexgen/opt-125m", "+"),
-    HelmFlag("--groups-to-run", "GROUP…", "Run only entries of these groups of a -c file.", "mmlu", "+"),
-    HelmFlag("--priority", "N", "Run only entries up to this priority of a -c file.", "2", type=int),
-    HelmFlag("-t, --num-train-trials", "N", "Trials, each with other examples in its prompts.", "3", type=int),
+    HelmFlag(
+        "-o, --output-path", "DIR", "Folder of all suites. Default: benchmark_output.", "results"
+    ),
+    HelmFlag(
+        "--models-to-run", "MODEL…", "Run only entries of these models.", "flexgen/opt-125m", "+"
+    ),
+    HelmFlag(
+        "--groups-to-run", "GROUP…", "Run only entries of these groups of a -c file.", "mmlu", "+"
+    ),
+    HelmFlag(
+        "--priority", "N", "Run only entries up to this priority of a -c file.", "2", type=int
+    ),
+    HelmFlag(
+        "-t, --num-train-trials",
+        "N",
+        "Trials, each with other examples in its prompts.",
+        "3",
+        type=int,
+    ),
     HelmFlag("-n, --num-threads", "N", "Threads that make requests. Default: 4.", "8", type=int),
     HelmFlag("-d, --dry-run", None, "Make the prompts, compute nothing."),
     HelmFlag("--skip-completed-runs", None, "Leave out runs that have results already."),
     HelmFlag("--exit-on-error", None, "Stop at the first run that fails."),
     HelmFlag("--disable-cache", None, "Reuse no stored answers."),
-    HelmFlag("--local-path", "DIR", "Folder of HELM's deployments and caches. Default: prod_env.", "my_env"),
+    HelmFlag(
+        "--local-path",
+        "DIR",
+        "Folder of HELM's deployments and caches. Default: prod_env.",
+        "my_env",
+    ),
     # Passed on and not shown: `helm-run --help` has them.
     *(
         HelmFlag(name, "VALUE", "", nargs=nargs)
@@ -90,14 +116,19 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
         )
         for name in map("--{}".format, names.split())
     ),
-    *(HelmFlag(f"--{name}", None, "") for name in ("cache-instances", "cache-instances-only", "skip-instances")),
+    *(
+        HelmFlag(f"--{name}", None, "")
+        for name in ("cache-instances", "cache-instances-only", "skip-instances")
+    ),
 )
 
 
 class _Once(Action):
     """Store a value, or join lists; `given.joined` has the flags whose lists were joined."""
 
-    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None
+    ) -> None:
         before = getattr(namespace, self.dest)
         if before is not None:
             if not isinstance(values, list):
@@ -113,7 +144,8 @@ class _Parser(ArgumentParser):
 
 
 def parse_helm_flags(args: Sequence[str]) -> Namespace:
-    """Parse flags of helm-run as HELM does, without its defaults, but lists that are given twice are joined.
+    """Parse flags of helm-run as HELM does, without its defaults, but lists that are given twice
+    are joined.
 
     Raises `UsageError` for what HELM would refuse, and for a single value given twice.
     """
@@ -134,7 +166,8 @@ def parse_helm_flags(args: Sequence[str]) -> Namespace:
 
 
 def check_helm_flags(context: typer.Context, args: Sequence[str], is_sample: bool = False) -> None:
-    """Refuse flags of helm-run that HELM would refuse, before HELM is imported. -h prints the help of `run`.
+    """Refuse flags of helm-run that HELM would refuse, before HELM is imported. -h prints the help
+    of `run`.
 
     is_sample: instances are computed in blocks until a time.
     """
@@ -149,13 +182,20 @@ def check_helm_flags(context: typer.Context, args: Sequence[str], is_sample: boo
         )
     if is_sample and (given.disable_cache or given.server_url):
         flag = "--disable-cache" if given.disable_cache else "--server-url"
-        raise UsageError(f"--until and --hours need answers that are computed and stored here; leave {flag} out")
+        raise UsageError(
+            f"--until and --hours need answers that are computed and stored here; leave {flag} out"
+        )
     if given.max_eval_instances is None:
-        raise UsageError("run needs -m, the largest number of instances per scenario, for example -m 100")
+        raise UsageError(
+            "run needs -m, the largest number of instances per scenario, for example -m 100"
+        )
     if given.max_eval_instances < 1:
         raise UsageError(f"-m {given.max_eval_instances}: it must be 1 or more")
     if given.suite is not None and (not given.suite.strip() or ".." in Path(given.suite).parts):
-        raise UsageError(f"--suite {given.suite!r} names no folder below the output's; write for example --suite first")
+        raise UsageError(
+            f"--suite {given.suite!r} names no folder below the output's; write for example "
+            "--suite first"
+        )
     if given.output_path is not None and Path(given.output_path).is_file():
         raise UsageError(f"-o {given.output_path} is a file; name a folder")
 
@@ -191,7 +231,9 @@ def with_helm_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class RunCommand(Command):
-    """The command `run`: flags of helm-run are in its help and completion, and pass unparsed, in the order given."""
+    """The command `run`: flags of helm-run are in its help and completion, and pass unparsed, in
+    the order given.
+    """
 
     def make_parser(self, ctx: Any) -> Any:
         for param in self.params:

@@ -63,14 +63,17 @@ class Row:
 def models(
     pattern: Annotated[
         str | None,
-        typer.Argument(help="Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'."),
+        typer.Argument(
+            help=("Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'.")
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the models that have a name: their sizes, whether they are here, and what fits on this machine.
+    """List the models that have a name: their sizes, whether they are here, and what fits on this
+    machine.
 
-    Names follow flexgen/ in a run entry, and -4bit may follow a name. A repository of the hub that is not listed is
-    named flexgen/ORG--REPO.
+    Names follow flexgen/ in a run entry, and -4bit may follow a name. A repository of the hub that
+    is not listed is named flexgen/ORG--REPO.
 
     Example: flexgen-helm models llama-3
     """
@@ -81,17 +84,22 @@ def models(
         from flexgen_helm.files import listed
 
         close = close_names(pattern)
-        question = f"did you mean {listed(close)}?" if close else "`flexgen-helm models` lists all names"
-        raise UnknownModelError(f"no model has {pattern!r} in its name, architecture or repository; {question}")
+        question = (
+            f"did you mean {listed(close)}?" if close else "`flexgen-helm models` lists all names"
+        )
+        raise UnknownModelError(
+            f"no model has {pattern!r} in its name, architecture or repository; {question}"
+        )
     if as_json:
         print_json({"counted_bytes": machine.limits, "models": [asdict(row) for row in rows]})
         return
     _print_rows(rows)
     free = f"{size(machine.limits['cpu'])} of memory and {size(machine.limits['disk'])} of disk"
     output().print(
-        f"'in' says where the weights are during a run: in GPU memory, in memory, or on the disk, from which each pass "
-        f"reads what does not fit. This machine is counted with {free}, which are free now; a model "
-        f"that is not here also needs disk for its download. {machine.gpu[0].upper()}{machine.gpu[1:]}.",
+        "'in' says where the weights are during a run: in GPU memory, in memory, or on the disk, "
+        f"from which each pass reads what does not fit. This machine is counted with {free}, which "
+        "are free now; a model that is not here also needs disk for its download. "
+        f"{machine.gpu[0].upper()}{machine.gpu[1:]}.",
         width=100,
     )
     fits = (row.name for row in rows if row.fits and not row.fits["fp16"].startswith("too large"))
@@ -100,7 +108,9 @@ def models(
 
 
 def this_machine() -> Machine:
-    """Return what is free here. A GPU counts if a saved profile knows its memory: asking it would import torch."""
+    """Return what is free here. A GPU counts if a saved profile knows its memory: asking it would
+    import torch.
+    """
 
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import load_saved
@@ -129,12 +139,16 @@ def this_machine() -> Machine:
 def list_models(machine: Machine, pattern: str = "") -> list[Row]:
     """Return the models of the user's file, and then those of the catalog, the embedded one first.
 
-    pattern: a part of name, architecture or repository in any case, or a pattern with `*`, `?`, or `[]`.
+    pattern: a part of name, architecture or repository in any case, or a pattern with `*`, `?`, or
+        `[]`.
     """
     from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
     from flexgen_helm.checkpoint.names import user_names
 
-    rows = (_row(name, machine, pattern.lower()) for name in dict.fromkeys([*user_names(), WHEEL_MODEL, *CATALOG]))
+    rows = (
+        _row(name, machine, pattern.lower())
+        for name in dict.fromkeys([*user_names(), WHEEL_MODEL, *CATALOG])
+    )
     return [row for row in rows if row is not None]
 
 
@@ -154,14 +168,21 @@ def _row(name: str, machine: Machine, pattern: str) -> Row | None:
     architecture = None if config is None else config.architecture
     hub_repo = None if model is None else model.hub_repo
     wanted = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
-    if not any(fnmatchcase(text.lower(), wanted) for text in (name, architecture, hub_repo) if text is not None):
+    if not any(
+        fnmatchcase(text.lower(), wanted)
+        for text in (name, architecture, hub_repo)
+        if text is not None
+    ):
         return None
     if model is None or config is None:
         return Row(name, None, None, hub_repo, is_here, {}, {})
     precisions = {name: planned_precision(model, name) for name in _PRECISIONS}
     sizes = {name: weight_bytes(config, precision) for name, precision in precisions.items()}
     fetched = 0 if is_here else GGUF_SIZE if model.kind == "wheel" else sizes["fp16"]
-    fits = {name: fit(config, precision, machine.limits, fetched) for name, precision in precisions.items()}
+    fits = {
+        name: fit(config, precision, machine.limits, fetched)
+        for name, precision in precisions.items()
+    }
     return Row(name, config.num_parameters, architecture, hub_repo, is_here, sizes, fits)
 
 
@@ -171,7 +192,9 @@ def _print_rows(rows: list[Row]) -> None:
     for row in rows:
         cells.append([row.name, _parameters(row.parameters), row.architecture or ""])
         for name in _PRECISIONS:
-            cells[-1] += [size(row.bytes[name]), _SHORT[row.fits[name]]] if name in row.bytes else ["", ""]
+            cells[-1] += (
+                [size(row.bytes[name]), _SHORT[row.fits[name]]] if name in row.bytes else ["", ""]
+            )
         cells[-1].append("no" if row.is_here is None else "yes" if row.is_here else "")
     headings = ["model", "params", "architecture", "fp16", "fp16 in", "4bit", "4bit in", "here"]
     print_rows(headings, cells, ("architecture", "params", "fp16", "4bit"))
@@ -198,7 +221,10 @@ def fetch(
     model: ModelName,
     revision: Revision = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read all weights again, and compare them with the known hashes.")
+        bool,
+        typer.Option(
+            "--verify", help=("Read all weights again, and compare them with the known hashes.")
+        ),
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -232,21 +258,27 @@ def convert(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin weights.",
+            help=(
+                "Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin "
+                "weights."
+            ),
             autocompletion=complete_model,
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder to write. Default: one where the model's name then finds it."),
+        typer.Option(
+            metavar="DIR",
+            help=("Folder to write. Default: one where the model's name then finds it."),
+        ),
     ] = None,
     revision: Revision = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Turn a model's pickled weights (.bin) into safetensors, and print the folder.
 
-    No code in the pickles is executed. Needs the checkpoint's size on disk and next to no memory. Models with
-    safetensors or GGUF files need no conversion.
+    No code in the pickles is executed. Needs the checkpoint's size on disk and next to no memory.
+    Models with safetensors or GGUF files need no conversion.
 
     Example:
       flexgen-helm convert opt-30b

@@ -47,16 +47,24 @@ class Asked:
         from flexgen_helm.quant.precisions import Precision, precision_named
 
         assert not isinstance(self.config.precision, Precision)  # flags are text
-        return precision_named(self.config.precision or str(resolve(self.model).options.get("precision", "fp16"))).name
+        return precision_named(
+            self.config.precision or str(resolve(self.model).options.get("precision", "fp16"))
+        ).name
 
     @property
     def compares(self) -> bool:
         """Whether to show other precisions: where none was asked for, and the plan is searched."""
-        return self.config.fixed_policy is None and self.precision == "fp16" and self.config.precision is None
+        return (
+            self.config.fixed_policy is None
+            and self.precision == "fp16"
+            and self.config.precision is None
+        )
 
     @cached_property
     def helm_name(self) -> str | None:
-        """The model's name in run entries, to which --precision adds its own; None for a path: HELM knows names."""
+        """The model's name in run entries, to which --precision adds its own; None for a path: HELM
+        knows names.
+        """
         from flexgen_helm.checkpoint.names import PREFIX, split_precision
 
         if Path(self.model).expanduser().exists():
@@ -64,7 +72,9 @@ class Asked:
         return PREFIX + split_precision(self.model.removeprefix(PREFIX))[0].replace("/", "--")
 
 
-def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None) -> PlanningProblem:
+def problem_for(
+    asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None
+) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
     from flexgen_helm.planner.plan import planning_problem, simulated_gpu
@@ -72,13 +82,18 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
     from flexgen_helm.planner.problem import MEASURED
 
     config, model = asked.config, asked.model
-    for flag, value in (("--prompt-len", prompt_len), ("--gen-len", gen_len), ("--num-seqs", num_seqs)):
+    for flag, value in (
+        ("--prompt-len", prompt_len),
+        ("--gen-len", gen_len),
+        ("--num-seqs", num_seqs),
+    ):
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
     model_config, dtype = read_model_config(model)
     if prompt_len + gen_len > model_config.max_positions + 1:  # the last token is never fed
         raise UsageError(
-            f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} positions of {model}"
+            f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} "
+            f"positions of {model}"
         )
     profile = profile_for(config, asked.hardware)
     machine = "this machine" if profile.name == MEASURED else profile.name
@@ -87,7 +102,10 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
     elif config.device.startswith("cpu"):
         profile = replace(profile, gpu=None, link=None)
     elif config.device.startswith("cuda") and profile.gpu is None:
-        raise UsageError(f"device {config.device!r} was asked for and {machine} has no usable GPU; take --device cpu")
+        raise UsageError(
+            f"device {config.device!r} was asked for and {machine} has no usable GPU; take "
+            "--device cpu"
+        )
     gpu_bytes = 0.0 if profile.gpu is None else profile.gpu.memory_bytes
     say_what_limits_lack(config.limits, gpu_bytes, profile.cpu.memory_bytes, machine)
     allowed = config.limits if gpu_bytes else replace(config.limits, gpu=None)
@@ -96,7 +114,9 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         limits=allowed,
-        precision=asked.precision if config.weights == "dummy" else planned_precision(model, asked.precision),
+        precision=asked.precision
+        if config.weights == "dummy"
+        else planned_precision(model, asked.precision),
         storage_dtype=dtype,
         overlap=config.overlap,
         cpu_attention=config.cpu_attention,
@@ -107,13 +127,17 @@ def problem_for(asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: i
         room = problem.workspace.room_beside(allowed.gpu)
         problem = replace(problem, limits={**problem.limits, "gpu": float(room)})
     memory = problem.limits["gpu"] + problem.limits["cpu"]
-    if asked.hardware != "measured" or (config.fixed_policy is None and problem.stored_bytes <= memory):
+    if asked.hardware != "measured" or (
+        config.fixed_policy is None and problem.stored_bytes <= memory
+    ):
         return problem  # and PyTorch, which opens weights, is not imported
     return _beside_weights(problem, asked)
 
 
 def _beside_weights(problem: PlanningProblem, asked: Asked) -> PlanningProblem:
-    """Return the problem with room for weights of the model that this machine's disk has already."""
+    """Return the problem with room for weights of the model that this machine's disk has
+    already.
+    """
     from flexgen_helm.checkpoint.names import resolve
     from flexgen_helm.offload.matrices import bytes_at_rest
 
@@ -141,17 +165,26 @@ def _offload_folder(config: EngineConfig) -> Path:
 
 
 def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
-    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is free there now."""
+    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is
+    free there now.
+    """
     from flexgen_helm.engine.machine_profile import measured_profile, profile_named
 
     if hardware != "measured":
         if config.offload_dir is not None:
-            raise UsageError(f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them out")
+            raise UsageError(
+                f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them "
+                "out"
+            )
         return profile_named(hardware)
     folder = _offload_folder(config)
-    require_writable(folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME")
+    require_writable(
+        folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME"
+    )
     profile = measured_profile(folder=folder)
-    return replace(profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free))
+    return replace(
+        profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free)
+    )
 
 
 def print_stored_type(model: str, problem: PlanningProblem) -> None:
@@ -171,10 +204,16 @@ def print_stored_type(model: str, problem: PlanningProblem) -> None:
 
 
 def print_time(
-    expected: Expectation, work: str, precision: str, plans: Mapping[str, Plan | SuitePlan | None] = {}
+    expected: Expectation,
+    work: str,
+    precision: str,
+    plans: Mapping[str, Plan | SuitePlan | None] = {},
 ) -> None:
     """Print what matters most: how long the work takes; plans: of other precisions, too."""
-    about = f"About {rough_duration(expected.seconds)} ({range_text(expected)}) for {work} in {precision}"
+    about = (
+        f"About {rough_duration(expected.seconds)} ({range_text(expected)}) for {work} in "
+        f"{precision}"
+    )
     more = [
         f"{name}: {rough_duration(found.expected.seconds)}"
         for name, found in plans.items()

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.cli.console import output, print_command, print_json, print_rows, print_table
 from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, seconds_left, to_arguments
-from flexgen_helm.cli.plan_problem import Asked, print_stored_type, print_time, problem_for, range_text
+from flexgen_helm.cli.plan_problem import (
+    Asked,
+    print_stored_type,
+    print_time,
+    problem_for,
+    range_text,
+)
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
 from flexgen_helm.planner.placement import TIER_PLACES
@@ -25,7 +31,8 @@ if TYPE_CHECKING:
 # As HELM's leaderboards take.
 _MOST_INSTANCES = 1000
 _NIGHT_S = 8 * 3600.0
-# Share of answers whose score differs between two precisions or models, for which shown differences are told.
+# Share of answers whose score differs between two precisions or models, for which shown differences
+# are told.
 FLIPS = 0.05
 # Suite of the commands that are told.
 _SUITE = "planned"
@@ -112,32 +119,70 @@ def print_suite(asked: Asked, suite: AskedSuite, until: str | None, hours: float
     flags = ["-m", str(most_instances), "--suite", _SUITE, *flags]
     device = "cpu" if problem.compute_tier == "cpu" else "cuda"
     reader = PromptReader(problem.config, device, problem.precision.cache)
-    workloads = [reader.workload(entry, file, most_instances, remedy) for entry, file in files.items()]
+    workloads = [
+        reader.workload(entry, file, most_instances, remedy) for entry, file in files.items()
+    ]
     planned = plan_suite(problem, workloads, asked.compares)
     left_s = seconds_left(until, hours)
     sample = _sample(planned, left_s or _NIGHT_S)
     flags += [] if left_s is None else ["--until", until] if until else ["--hours", f"{hours:g}"]
     name = None if asked.stages > 1 else asked.helm_name
-    commands = [] if name is None else _commands(planned, name, flags, planned.is_one_run or left_s is not None)
+    commands = (
+        []
+        if name is None
+        else _commands(planned, name, flags, planned.is_one_run or left_s is not None)
+    )
     if asked.as_json:
-        named = {"model": asked.model, "hardware": problem.hardware.name, "precision": problem.precision.name}
-        print_json({**named, **planned.to_json(), "sample": sample, "commands": [*map(shlex.join, commands)]})
+        named = {
+            "model": asked.model,
+            "hardware": problem.hardware.name,
+            "precision": problem.precision.name,
+        }
+        print_json(
+            {
+                **named,
+                **planned.to_json(),
+                "sample": sample,
+                "commands": [*map(shlex.join, commands)],
+            }
+        )
     else:
         _print(planned, asked.model, commands)
-        shares = f"about {sample['share']:.1%} of the instances, at least {sample['least_share']:.1%}"
-        output().print(f"A random sample, with --until or --hours, in {spelled_duration(sample['seconds'])}: {shares}.")
+        shares = (
+            f"about {sample['share']:.1%} of the instances, at least {sample['least_share']:.1%}"
+        )
+        output().print(
+            f"A random sample, with --until or --hours, in {spelled_duration(sample['seconds'])}: "
+            f"{shares}."
+        )
         if left_s is not None:
             cells = [
-                (row["entry"], str(row["instances"]), str(row["of"]), f"{100 * row['difference']:.1f} pp")
+                (
+                    row["entry"],
+                    str(row["instances"]),
+                    str(row["of"]),
+                    f"{100 * row['difference']:.1f} pp",
+                )
                 for row in sample["entries"]
             ]
-            print_rows(["entry", "instances", "of", f"smallest margin it can prove, if {FLIPS:.0%} flip"], cells)
+            print_rows(
+                ["entry", "instances", "of", f"smallest margin it can prove, if {FLIPS:.0%} flip"],
+                cells,
+            )
 
 
-def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_run: bool) -> list[list[str]]:
-    """Return the command of one run, or of each scenario, the longest first. The engine plans for the real lengths."""
+def _commands(
+    planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_run: bool
+) -> list[list[str]]:
+    """Return the command of one run, or of each scenario, the longest first. The engine plans for
+    the real lengths.
+    """
     runs = sorted(planned.scenarios, key=lambda scenario: -scenario.alone.seconds)
-    pieces = [[entry for run in runs for entry in run.entries]] if is_one_run else [run.entries for run in runs]
+    pieces = (
+        [[entry for run in runs for entry in run.entries]]
+        if is_one_run
+        else [run.entries for run in runs]
+    )
     commands = []
     for piece in pieces:
         entries = [_with_model(entry.entry, helm_name) for entry in piece]
@@ -146,16 +191,26 @@ def _commands(planned: SuitePlan, helm_name: str, flags: Sequence[str], is_one_r
 
 
 def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
-    """Return the share of the instances that one run computes in so many seconds, and what it is of each entry."""
+    """Return the share of the instances that one run computes in so many seconds, and what it is of
+    each entry.
+    """
 
     def share(factor: float, most_s: float) -> float:
         """To a thousandth."""
         thousandths = range(1, 1001)
-        return bisect_right(thousandths, most_s, key=lambda n: planned.sample_s(n / 1000, factor)) / 1000
+        return (
+            bisect_right(thousandths, most_s, key=lambda n: planned.sample_s(n / 1000, factor))
+            / 1000
+        )
 
     expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.made.spread.high)
     entries = [
-        {"entry": entry.entry, "instances": number, "of": entry.instances, "difference": margin_shown(number, FLIPS)}
+        {
+            "entry": entry.entry,
+            "instances": number,
+            "of": entry.instances,
+            "difference": margin_shown(number, FLIPS),
+        }
         for entry in planned.entries
         if (number := math.ceil(expected * entry.instances))
     ]
@@ -174,17 +229,24 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) ->
     if not planned.is_one_run:
         way = "A run for each scenario, one after another"
         alone = spelled_duration(planned.as_one.seconds)
-        slower = f" One run of all would take {alone}: its longest sequences leave room for fewer at once."
-    console.print(f"{way}: {spelled_duration(total.seconds)}. The range: {made.spread.source}.{slower}")
+        slower = (
+            f" One run of all would take {alone}: its longest sequences leave room for fewer at "
+            "once."
+        )
+    console.print(
+        f"{way}: {spelled_duration(total.seconds)}. The range: {made.spread.source}.{slower}"
+    )
     if planned.by_precision:
         print_table([_precision_row(*item) for item in planned.by_precision.items()])
     rows = [_scenario_row(scenario, planned) for scenario in planned.scenarios]
     print_table(rows, optional=("policy", "shared", "prompt", "sequences", "entries"))
     limits = [f"{size(made.problem.limits[tier])} {where}" for tier, where in TIER_PLACES.items()]
-    console.print(f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}.")
     console.print(
-        f"Answers are assumed as long as the references (range: {1 / ANSWER_FACTOR:g} to {ANSWER_FACTOR:g} times). If "
-        f"all run to their limit: {spelled_duration(planned.limit_s)}."
+        f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}."
+    )
+    console.print(
+        f"Answers are assumed as long as the references (range: {1 / ANSWER_FACTOR:g} to "
+        f"{ANSWER_FACTOR:g} times). If all run to their limit: {spelled_duration(planned.limit_s)}."
     )
     if planned.is_one_run:
         console.print(made.why)
@@ -218,7 +280,9 @@ def _scenario_row(scenario: ScenarioPlan, planned: SuitePlan) -> dict[str, str]:
         "sequences": f"{expected.num_sequences:,}",
         "prompt": f"{expected.prompt:,.0f}",
         "shared": f"{expected.prompt - expected.computed:,.0f}",
-        "answer": f"{answer:,.0f}" if round(answer) == round(most) else f"{answer:,.0f} of {most:,.0f}",
+        "answer": f"{answer:,.0f}"
+        if round(answer) == round(most)
+        else f"{answer:,.0f} of {most:,.0f}",
         "alone": spelled_duration(scenario.alone.seconds),
         "expect": range_text(scenario.alone),
         "policy": str((planned if planned.is_one_run else scenario).made.solution.policy),

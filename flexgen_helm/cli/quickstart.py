@@ -23,7 +23,9 @@ def quickstart(
     instances: Annotated[
         int, typer.Option("--instances", "-m", min=1, help="Questions; the scenario has 79.")
     ] = QUESTIONS,
-    precisions: Annotated[str, typer.Option("--precision", help="Precisions, with commas between.")] = "fp16,4bit",
+    precisions: Annotated[
+        str, typer.Option("--precision", help="Precisions, with commas between.")
+    ] = "fp16,4bit",
     output_path: OutputPath = DEFAULT_OUTPUT,
 ) -> None:
     """Score a small model in FP16 and in 4 bits, and say whether 4 bits are as good.
@@ -36,7 +38,10 @@ def quickstart(
     from flexgen_helm.report.pages import COMPARE_FILE, suite_page
     from flexgen_helm.report.suite import read_suite
 
-    say(f"Scoring {WHEEL_MODEL}, whose file has 4 bits: fp16 computes its values as published, 4bit rounds them again.")
+    say(
+        f"Scoring {WHEEL_MODEL}, whose file has 4 bits: fp16 computes its values as published, "
+        "4bit rounds them again."
+    )
     arguments = ["-r", _ENTRY, "-m", str(instances), "--suite", SUITE, "-o", str(output_path)]
     if code := run_and_show(arguments, {"precision": precisions}):
         raise typer.Exit(code)

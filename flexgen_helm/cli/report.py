@@ -1,4 +1,6 @@
-"""`flexgen-helm report` and `compare`: throughput, time and bytes of a suite, and what precisions cost in it."""
+"""`flexgen-helm report` and `compare`: throughput, time and bytes of a suite, and what precisions
+cost in it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from flexgen_helm.report.suite import SuiteReport
 
 
-def report(suite: SuiteName, output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False) -> None:
+def report(
+    suite: SuiteName, output_path: OutputPath = DEFAULT_OUTPUT, as_json: JsonFlag = False
+) -> None:
     """Report a suite's scores, throughput, time, memory and predictions.
 
     The suite's folder also gets the report as a page and as JSON.
@@ -43,22 +47,32 @@ def report(suite: SuiteName, output_path: OutputPath = DEFAULT_OUTPUT, as_json: 
 def compare(
     suite: SuiteName,
     output_path: OutputPath = DEFAULT_OUTPUT,
-    baseline: Annotated[str, typer.Option(help="The precision, or model, that the others are compared with.")] = "fp16",
+    baseline: Annotated[
+        str, typer.Option(help=("The precision, or model, that the others are compared with."))
+    ] = "fp16",
     margin: Annotated[
         float,
         typer.Option(
-            help="Differences within it count as equal: percentage points of shares, percent of perplexities."
+            help=(
+                "Differences within it count as equal: percentage points of shares, percent of "
+                "perplexities."
+            )
         ),
     ] = 1.0,
     flips: Annotated[
         Path | None,
-        typer.Option(help="Write every instance whose answer changed into this file, as JSON lines.", metavar="FILE"),
+        typer.Option(
+            help=("Write every instance whose answer changed into this file, as JSON lines."),
+            metavar="FILE",
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare FP16 with other precisions of a model: verdicts, flips, costs, differences by instance, 95 % intervals.
+    """Compare FP16 with other precisions of a model: verdicts, flips, costs, differences by
+    instance, 95 % intervals.
 
-    With a model as --baseline, such as the original of a GGUF file, all models of the suite are compared with it.
+    With a model as --baseline, such as the original of a GGUF file, all models of the suite are
+    compared with it.
 
     The suite's folder gets the comparison as a page.
 
@@ -79,7 +93,10 @@ def compare(
     page = comparison_page(models, suite)
     if flips is not None:
         every = [flip for group in flip_groups(models) for flip in group.flips]
-        write_file(flips, "".join(f"{json.dumps(finite(asdict(flip)), ensure_ascii=False)}\n" for flip in every))
+        write_file(
+            flips,
+            "".join(f"{json.dumps(finite(asdict(flip)), ensure_ascii=False)}\n" for flip in every),
+        )
     if as_json:
         print_json(comparison_to_json(models, suite))
     else:
@@ -94,7 +111,9 @@ def check_margin(points: float) -> float:
     return points / 100
 
 
-def write_report(suite_report: SuiteReport, page: Page, folder: Path, beside: Collection[str] = ()) -> None:
+def write_report(
+    suite_report: SuiteReport, page: Page, folder: Path, beside: Collection[str] = ()
+) -> None:
     """Write a suite's report into its folder, as page and JSON; beside: as of `Page.to_html`."""
     from flexgen_helm.report.pages import REPORT_FILE
     from flexgen_helm.report.suite import suite_to_json

@@ -55,7 +55,10 @@ def run(
     context: typer.Context,
     engine: EngineOptions,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print HELM's own output instead of writing it to a log file.")
+        bool,
+        typer.Option(
+            "--verbose", help=("Print HELM's own output instead of writing it to a log file.")
+        ),
     ] = False,
     ray: RayAddress = None,
     ray_workers: RayWorkers = None,
@@ -63,7 +66,10 @@ def run(
     until: UntilTime = None,
     hours: Hours = None,
     until_decided: Annotated[
-        bool, typer.Option("--until-decided", help="End when every pair of precisions or models is decided.")
+        bool,
+        typer.Option(
+            "--until-decided", help=("End when every pair of precisions or models is decided.")
+        ),
     ] = False,
     margin: Annotated[float, typer.Option(help="With --until-decided: as of compare.")] = 1.0,
 ) -> None:
@@ -79,7 +85,11 @@ def run(
         -m 10 --suite first
     """
     left_s = math.inf if (left := seconds_left(until, hours)) is None and until_decided else left
-    ends = None if left_s is None else (time.time() + left_s, check_margin(margin) if until_decided else None)
+    ends = (
+        None
+        if left_s is None
+        else (time.time() + left_s, check_margin(margin) if until_decided else None)
+    )
     check_helm_flags(context, context.args, is_sample=ends is not None)
     cluster = ray_session(ray, ray_workers, ray_cores)
     check_engine_flags(engine, is_local=cluster is None)
@@ -100,19 +110,26 @@ def run_and_show(
     began = time.monotonic()
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
-        raise UsageError(f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set PYTHONUTF8=1")
+        raise UsageError(
+            f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set "
+            "PYTHONUTF8=1"
+        )
     precisions = split_precisions(engine.get("precision", ""))
     given = parse_helm_flags(arguments)
     for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
     _check_memory(given, engine)
     output = Path(given.output_path or DEFAULT_OUTPUT)
-    suite, entries = output / "runs" / (given.suite or "default"), Path(given.local_path or "prod_env")
+    suite, entries = (
+        output / "runs" / (given.suite or "default"),
+        Path(given.local_path or "prod_env"),
+    )
     for folder, flag in ((output, "-o"), (suite, "--suite"), (entries, "--local-path")):
         GIVEN_FOLDERS[flag] = folder
         require_writable(folder, flag, "name another folder")
     log = None if verbose else _new_log()
-    with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):  # stdout is for the scores
+    # stdout is for the scores
+    with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):
         # HELM takes the last of a list's flag: the one that has all.
         joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
         with sole_writer(suite, "--suite"):
@@ -125,21 +142,31 @@ def run_and_show(
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, output)
     if log is not None:
-        warnings = f", {count(outcome.num_warnings, 'warning')} included" if outcome.num_warnings else ""
+        warnings = (
+            f", {count(outcome.num_warnings, 'warning')} included" if outcome.num_warnings else ""
+        )
         say(f"{duration(time.monotonic() - began)} in all. HELM's own output{warnings}: {log}")
     for sentence in outcome.sentences:
         say(f"flexgen-helm: {sentence}")
     if outcome.exit_code == 130:
         # Without the cache only whole runs are kept.
-        more = ["--skip-completed-runs"] if given.disable_cache and not given.skip_completed_runs else []
+        more = (
+            ["--skip-completed-runs"]
+            if given.disable_cache and not given.skip_completed_runs
+            else []
+        )
         say(f"Go on with:\n  {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
 
 
 def _check_memory(given: Namespace, engine: EngineOptions) -> None:
-    """Refuse a limit with which no request can run, before HELM reads data; only what is certain without torch."""
+    """Refuse a limit with which no request can run, before HELM reads data; only what is certain
+    without torch.
+    """
     config = EngineConfig(**{name: value for name, value in engine.items() if name != "precision"})
-    is_cpu = config.device.startswith("cpu") or (config.device == "auto" and why_no_cuda() is not None)
+    is_cpu = config.device.startswith("cpu") or (
+        config.device == "auto" and why_no_cuda() is not None
+    )
     if config.limits.cpu is None or config.fixed_policy is not None or not is_cpu:
         return
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
@@ -151,7 +178,9 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
     for model in given_models(given):
         with suppress(UsageError):  # is said where the model is looked up
             sizes = read_model_config(model)[0]
-            named = split_precisions(engine.get("precision", "")) or [model.options.get("precision", "fp16")]
+            named = split_precisions(engine.get("precision", "")) or [
+                model.options.get("precision", "fp16")
+            ]
             for precision in named:
                 storage = StorageSizes(sizes, planned_precision(model, precision))
                 try:
@@ -175,7 +204,9 @@ def _new_log() -> Path:
 
 
 def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
-    """Print the scores of the runs of this call that did not fail; output: the folder that has `runs`."""
+    """Print the scores of the runs of this call that did not fail; output: the folder that has
+    `runs`.
+    """
     from flexgen_helm.report.pages import scores_page
     from flexgen_helm.report.scores import read_scores
 
@@ -185,8 +216,9 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
         files = [folder / DRY_RUN_FOLDER / "scenario_state.json" for folder in outcome.finished]
         requests = sum(len(read_object(file).get("request_states", ())) for file in files)
         say(
-            f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and nothing was computed. "
-            f"The prompts are in {DRY_RUN_FOLDER}/scenario_state.json of each run."
+            f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and "
+            f"nothing was computed. The prompts are in {DRY_RUN_FOLDER}/scenario_state.json of "
+            "each run."
         )
         for folder in outcome.finished[:1]:
             suite = folder.parent.relative_to(output / "runs")
@@ -205,6 +237,8 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
         flags += [] if output == DEFAULT_OUTPUT else ["-o", str(output)]
         say(f"More about it:\n  {shlex.join(['flexgen-helm', 'report', *flags])}")
         precisions = [run.precision for run in finished]
-        if len({(run.model, run.precision) for run in finished}) > len({run.model for run in finished}):
+        if len({(run.model, run.precision) for run in finished}) > len(
+            {run.model for run in finished}
+        ):
             flags += [] if "fp16" in precisions else ["--baseline", precisions[0]]
             say(f"Compare the precisions:\n  {shlex.join(['flexgen-helm', 'compare', *flags])}")

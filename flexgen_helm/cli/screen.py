@@ -1,4 +1,5 @@
-"""What a command shows while it works: a live panel on a terminal, else a line now and then. All of it on stderr.
+"""What a command shows while it works: a live panel on a terminal, else a line now and then. All of
+it on stderr.
 
 with Screen():             for a command whose libraries print nothing
 with Screen(log=path):     whatever else this process or its children print goes to a file
@@ -60,7 +61,9 @@ class _Data:
 
 
 class _Messages:
-    """Stderr of a command: above its panel, from when there is one; a logger keeps the stream that it finds."""
+    """Stderr of a command: above its panel, from when there is one; a logger keeps the stream that
+    it finds.
+    """
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -72,8 +75,8 @@ class _Messages:
 class Screen:
     """Shows the events of a command. A context manager; one at a time.
 
-    log: file for the output of everything else. Without one the panel waits until a command has worked for a moment,
-        and makes way for the first line of data on stdout.
+    log: file for the output of everything else. Without one the panel waits until a command has
+        worked for a moment, and makes way for the first line of data on stdout.
     precisions: those that a model is run in, if they are several.
 
     stdout, stderr: streams to the user, wherever those of the process lead meanwhile.
@@ -88,7 +91,8 @@ class Screen:
         self._activities: dict[int, ProgressPhase | Progress] = {}  # the newest of each thread
         self._model: ModelInUse | None = None
         self._plan = self._number = ""  # number: which of several precisions it is
-        self._lock = threading.Lock()  # of what was reported; the panel's own thread takes it, so rich is not called
+        # of what was reported; the panel's own thread takes it, so rich is not called
+        self._lock = threading.Lock()
         self._panel_lock = threading.RLock()
         self._live: Live | None = None
         self.above = self.stderr  # the panel, if there is one
@@ -102,7 +106,9 @@ class Screen:
             if self._is_terminal:
                 show = self._show_panel
                 if self._log is None:
-                    resources.enter_context(redirect_stdout(cast(TextIO, _Data(self.stdout, self.close))))
+                    resources.enter_context(
+                        redirect_stdout(cast(TextIO, _Data(self.stdout, self.close)))
+                    )
                     resources.enter_context(redirect_stderr(cast(TextIO, _Messages(self))))
             else:
                 show = self._print_lines
@@ -112,7 +118,12 @@ class Screen:
             self._resources = resources.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._resources.close()
 
     def close(self) -> None:
@@ -147,7 +158,10 @@ class Screen:
                 is_new_stage = self._model != event
                 self._model, self._plan, self._number = event, "", ""
                 if event.precision in self._precisions:
-                    self._number = f", {self._precisions.index(event.precision) + 1} of {len(self._precisions)}"
+                    self._number = (
+                        f", {self._precisions.index(event.precision) + 1} of "
+                        f"{len(self._precisions)}"
+                    )
             else:
                 self._plan, is_new_stage = event.text, True
         if self._log is not None and is_new_stage and not self._is_terminal:
@@ -210,7 +224,9 @@ class Screen:
 
         title = Text("flexgen-helm", style="bold")
         if self._model is not None:
-            title.append(f"  {self._model.name}  {self._model.precision}{self._number}", style="cyan")
+            title.append(
+                f"  {self._model.name}  {self._model.precision}{self._number}", style="cyan"
+            )
         header = Table.grid(expand=True)
         header.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
         header.add_column(justify="right", no_wrap=True)
@@ -222,13 +238,22 @@ class Screen:
             if isinstance(activity, Progress):
                 done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
                 of = f"{self._model.precision}: " if self._model and self._number else ""
-                notes += [f"{of}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}", self._plan]
+                notes += [
+                    f"{of}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}",
+                    self._plan,
+                ]
                 notes.append(reading(activity))
                 notes.append(stop_costs(activity.stop_s))
-                held = ", ".join(f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items())
+                held = ", ".join(
+                    f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items()
+                )
                 notes.append(f"memory: {held}" if held else "")
         notes.append(f"log: {self._log}" if self._log is not None else "")
-        parts += [Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, 2)) for note in notes if note]
+        parts += [
+            Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, 2))
+            for note in notes
+            if note
+        ]
         return Group(*parts)
 
     def _row(self, activity: ProgressPhase | Progress) -> RenderableType:
@@ -245,12 +270,16 @@ class Screen:
             text.append(f" {ProgressPhase('generate').title}")
         else:
             done, total, amount = activity.done, activity.total, activity.amount
-            text.append(f" {activity.title}").append(f"  {activity.detail}" if activity.detail else "", style="dim")
+            text.append(f" {activity.title}").append(
+                f"  {activity.detail}" if activity.detail else "", style="dim"
+            )
         row = Table.grid(expand=True, padding=(0, 1))
         row.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
         row.add_column(no_wrap=True)
         row.add_column(no_wrap=True, justify="right")
-        row.add_row(text, ProgressBar(total=total, completed=done, width=20) if total else "", amount)
+        row.add_row(
+            text, ProgressBar(total=total, completed=done, width=20) if total else "", amount
+        )
         return row
 
 
@@ -265,10 +294,14 @@ class _Log(io.FileIO):
 
 @contextmanager
 def _redirected(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
-    """Let stdout and stderr of this process, and of its children, lead to a file; yield streams to where they led."""
+    """Let stdout and stderr of this process, and of its children, lead to a file; yield streams to
+    where they led.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as resources:
-        file = resources.enter_context(io.TextIOWrapper(_Log(log, "a"), "utf-8", "replace", line_buffering=True))
+        file = resources.enter_context(
+            io.TextIOWrapper(_Log(log, "a"), "utf-8", "replace", line_buffering=True)
+        )
         streams = [
             resources.enter_context(_descriptor_redirected(stream, number, file.fileno()))
             for stream, number in ((sys.stdout, 1), (sys.stderr, 2))
@@ -280,7 +313,9 @@ def _redirected(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
 
 @contextmanager
 def _descriptor_redirected(stream: TextIO, number: int, target: int) -> Iterator[TextIO]:
-    """Let a descriptor lead elsewhere; yield a stream to where it led, which is `stream` if that is not on it."""
+    """Let a descriptor lead elsewhere; yield a stream to where it led, which is `stream` if that is
+    not on it.
+    """
     try:
         is_on_it = stream.fileno() == number
     except (AttributeError, OSError, io.UnsupportedOperation):  # replaced by a notebook or a test
@@ -289,7 +324,9 @@ def _descriptor_redirected(stream: TextIO, number: int, target: int) -> Iterator
     saved = os.dup(number)
     os.dup2(target, number)
     if is_on_it:
-        stream = os.fdopen(os.dup(saved), "w", encoding=stream.encoding, errors="replace", buffering=1)
+        stream = os.fdopen(
+            os.dup(saved), "w", encoding=stream.encoding, errors="replace", buffering=1
+        )
     try:
         yield stream
     finally:

@@ -1,4 +1,6 @@
-"""`flexgen-helm serve` and `lm-eval`: other harnesses on the engine, over HTTP or with their own arguments."""
+"""`flexgen-helm serve` and `lm-eval`: other harnesses on the engine, over HTTP or with their own
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,20 @@ def serve(
     model: ModelName,
     engine: EngineOptions,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on; one beyond this machine needs a key.")
+        str,
+        typer.Option(
+            metavar="ADDRESS", help=("Address to listen on; one beyond this machine needs a key.")
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     key_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help=f"File with the key that requests must bring. Default: {KEY_VARIABLE}."),
+        typer.Option(
+            metavar="FILE",
+            help=(f"File with the key that requests must bring. Default: {KEY_VARIABLE}."),
+        ),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
@@ -46,9 +56,9 @@ def serve(
 ) -> None:
     """Serve a model to other harnesses, in OpenAI's formats.
 
-    Answers `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`. Requests are gathered until none
-    arrives for 50 ms, and computed as one block. Ctrl-C ends the server; what was computed stays in the response cache,
-    so the same requests go on with the next one.
+    Answers `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`. Requests are
+    gathered until none arrives for 50 ms, and computed as one block. Ctrl-C ends the server; what
+    was computed stays in the response cache, so the same requests go on with the next one.
 
     Needs the extra `serve`: pip install 'flexgen-helm[serve]'.
 
@@ -59,15 +69,17 @@ def serve(
         -d '{"prompt": "The capital of France is", "max_tokens": 8}'
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise UsageError("starlette and uvicorn are not installed; run pip install 'flexgen-helm[serve]'")
+        raise UsageError(
+            "starlette and uvicorn are not installed; run pip install 'flexgen-helm[serve]'"
+        )
     from flexgen_helm.harnesses.openai_server import OpenAIServer, ServedModel, is_loopback
 
     check_engine_flags(engine)
     key = _read_key(key_file)
     if key is None and not is_loopback(host):
         raise UsageError(
-            f"--host {host} lets other machines ask, so a key is needed; write one into a file for --key-file, "
-            f"or set {KEY_VARIABLE}"
+            f"--host {host} lets other machines ask, so a key is needed; write one into a file for "
+            f"--key-file, or set {KEY_VARIABLE}"
         )
     listener = _listener(host, port)
     from flexgen_helm.service import process
@@ -75,19 +87,30 @@ def serve(
     from flexgen_helm.service.models import ModelReader, model_arguments
     from flexgen_helm.service.service import Service
 
-    arguments, reader, service = model_arguments(model, engine), ModelReader("serve"), Service(EngineLoader())
+    arguments, reader, service = (
+        model_arguments(model, engine),
+        ModelReader("serve"),
+        Service(EngineLoader()),
+    )
     atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
     name = served_model_name or model
     try:
         with Screen():
             _answer_one(service, arguments, reader)
-        server = OpenAIServer(service, reader, ServedModel(name, arguments, int(time.time())), key, tell=say)
+        server = OpenAIServer(
+            service, reader, ServedModel(name, arguments, int(time.time())), key, tell=say
+        )
         listener.listen(1024)
         host, port = listener.getsockname()[:2]
-        say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends")
+        say(
+            f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C "
+            "ends"
+        )
         with observed_by(_tell):
             server.serve(listener)
-        answered = f"{count(server.num_answered, 'request')} answered, {server.num_refused:,} refused"
+        answered = (
+            f"{count(server.num_answered, 'request')} answered, {server.num_refused:,} refused"
+        )
         say(f"{answered}; what was computed is stored")
     except KeyboardInterrupt:  # while the model was loaded
         raise Interrupted("interrupted") from None
@@ -115,7 +138,8 @@ def _tell(event: Event) -> None:
     elif isinstance(event, Progress) and event.is_finished:
         asked = f"{count(event.total_requests, 'sequence')} in {spelled_duration(event.elapsed_s)}"
         say(
-            f"{time.strftime('%H:%M:%S')}  {asked}, {event.done_tokens:,.0f} tokens, {event.tokens_per_s:,.3g} tokens/s"
+            f"{time.strftime('%H:%M:%S')}  {asked}, {event.done_tokens:,.0f} tokens, "
+            f"{event.tokens_per_s:,.3g} tokens/s"
         )
 
 
@@ -131,8 +155,8 @@ def _read_key(file: Path | None) -> str | None:
             raise UsageError(f"--key-file {file} cannot be read: {error}") from error
     if len(key) < _MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
         raise UsageError(
-            f"the key of {source} has {len(key)} characters; it needs {_MIN_KEY_CHARACTERS} or more, printable ASCII "
-            "without blanks, as `openssl rand -hex 32` prints"
+            f"the key of {source} has {len(key)} characters; it needs {_MIN_KEY_CHARACTERS} or "
+            "more, printable ASCII without blanks, as `openssl rand -hex 32` prints"
         )
     return key
 
@@ -140,10 +164,14 @@ def _read_key(file: Path | None) -> str | None:
 def _listener(host: str, port: int) -> socket.socket:
     """Return a socket that has the address; nobody is answered before it listens."""
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # of a name: an empty or long part
-        raise UsageError(f"--host {host} is no address of this machine: {getattr(error, 'strerror', error)}") from error
+        raise UsageError(
+            f"--host {host} is no address of this machine: {getattr(error, 'strerror', error)}"
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -162,10 +190,11 @@ _JOINED = ("_args", "_kwargs", "--tasks", "-t", "-a", "--metadata")
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness on the engine, with the harness's own arguments.
 
-    The model is `flexgen` unless `--model` or a `--config` names another one. Its `--model_args` are `pretrained=NAME`
-    and engine options by the names of their flags: `precision=4bit,cpu_memory=8GiB`. The answers to all requests of a
-    kind are computed together. After an interruption the same command goes on: what was computed comes from the
-    response cache. `lm-eval run --help` lists the harness's arguments.
+    The model is `flexgen` unless `--model` or a `--config` names another one. Its `--model_args`
+    are `pretrained=NAME` and engine options by the names of their flags:
+    `precision=4bit,cpu_memory=8GiB`. The answers to all requests of a kind are computed together.
+    After an interruption the same command goes on: what was computed comes from the response cache.
+    `lm-eval run --help` lists the harness's arguments.
 
     Needs the extra `lm-eval`: pip install 'flexgen-helm[lm-eval]'.
 
@@ -174,18 +203,28 @@ def lm_eval(context: typer.Context) -> None:
         --model_args pretrained=smollm2-135m-instruct-q4_1
     """
     require_lm_eval()
-    names = [word.partition("=")[0] for word in context.args if word.startswith("-") and not word[1:2].isdigit()]
+    names = [
+        word.partition("=")[0]
+        for word in context.args
+        if word.startswith("-") and not word[1:2].isdigit()
+    ]
     refuse_twice(name for name in names if not name.endswith(_JOINED))
     from flexgen_helm.harnesses.lm_eval import run_command
 
     try:
         run_command(context.args)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; finished answers are stored, and tokens of the others") from None
+        raise Interrupted(
+            "interrupted; finished answers are stored, and tokens of the others"
+        ) from None
 
 
 def require_lm_eval() -> None:
-    """Raise `UsageError` where lm-evaluation-harness is not installed; silence its progress before it is imported."""
+    """Raise `UsageError` where lm-evaluation-harness is not installed; silence its progress before
+    it is imported.
+    """
     if find_spec("lm_eval") is None:
-        raise UsageError("lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'")
+        raise UsageError(
+            "lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'"
+        )
     os.environ.setdefault("TQDM_DISABLE", "1")  # the screen shows it

@@ -39,9 +39,13 @@ def made_prompts(suite: Path, remedy: str) -> dict[str, Path]:
 
 
 def prompts_of(entry: str, made: Mapping[str, Path]) -> Path | None:
-    """Return the file with an entry's prompts: HELM's name of the run has its arguments and more."""
+    """Return the file with an entry's prompts: HELM's name of the run has its arguments and
+    more.
+    """
     scenario, arguments = parse(entry)
-    asked = {key: value.replace("/", "_") for key, value in arguments.items() if key not in _NEUTRAL}
+    asked = {
+        key: value.replace("/", "_") for key, value in arguments.items() if key not in _NEUTRAL
+    }
     for name, file in made.items():
         found, theirs = parse(name)
         if found == scenario and asked.items() <= theirs.items():
@@ -99,7 +103,9 @@ class PromptReader:
             raise next(iter(encoded.refused.values()))
         if encoded.refused:
             refused = count(len(encoded.refused), "request")
-            say(f"{entry}: {refused} of {len(states):,} are too long for the model, and not counted")
+            say(
+                f"{entry}: {refused} of {len(states):,} are too long for the model, and not counted"
+            )
         planned = planned_workload(encoded.distinct, self._cost, True, self._cache_format)
         assert planned is not None
         lengths = []
@@ -127,10 +133,16 @@ def _request(asked: Mapping[str, Any]) -> Any:
     )
 
 
-def _reference_tokens(state: Mapping[str, Any], encode: Callable[[str], tuple[int, ...]]) -> int | None:
-    """Return the tokens of the first correct answer, and one that ends it; None where nothing says how long it is."""
+def _reference_tokens(
+    state: Mapping[str, Any], encode: Callable[[str], tuple[int, ...]]
+) -> int | None:
+    """Return the tokens of the first correct answer, and one that ends it; None where nothing says
+    how long it is.
+    """
     if state.get("output_mapping"):
         return 2  # the letter of a choice
     references = state["instance"]["references"]
-    correct = [reference["output"]["text"] for reference in references if "correct" in reference["tags"]]
+    correct = [
+        reference["output"]["text"] for reference in references if "correct" in reference["tags"]
+    ]
     return len(encode(f" {correct[0]}")) + 1 if correct else None

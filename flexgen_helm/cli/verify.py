@@ -50,7 +50,12 @@ from flexgen_helm.report.verification import (
     upper_bound,
 )
 from flexgen_helm.service.loaders import EngineLoader
-from flexgen_helm.service.models import ModelArguments, fetch_model, model_arguments, read_generation
+from flexgen_helm.service.models import (
+    ModelArguments,
+    fetch_model,
+    model_arguments,
+    read_generation,
+)
 from flexgen_helm.service.service import KeyedRequest, LoneService, Service, request_key
 from flexgen_helm.terminal import fill_for
 
@@ -71,22 +76,39 @@ _SHOWN = 5
 
 
 _Answers = Annotated[
-    str, typer.Argument(metavar="SUITE|FILE", help="A suite's name, what batch or lm-eval wrote, or a bundle.")
+    str,
+    typer.Argument(
+        metavar="SUITE|FILE", help=("A suite's name, what batch or lm-eval wrote, or a bundle.")
+    ),
 ]
-_Requests = Annotated[Path | None, typer.Option(metavar="IN.jsonl", help="What FILE answers, of flexgen-helm batch.")]
+_Requests = Annotated[
+    Path | None, typer.Option(metavar="IN.jsonl", help="What FILE answers, of flexgen-helm batch.")
+]
 _Sample = Annotated[
-    str | None, typer.Option(metavar="SHARE%|N", help="Answers to draw. Default: 1%, at least 20; of a bundle all.")
+    str | None,
+    typer.Option(
+        metavar="SHARE%|N", help=("Answers to draw. Default: 1%, at least 20; of a bundle all.")
+    ),
 ]
 _Reference = Annotated[
     Literal["transformers"] | None,
-    typer.Option("--with", metavar="transformers", help="Compare with plain transformers, in float32."),
+    typer.Option(
+        "--with", metavar="transformers", help="Compare with plain transformers, in float32."
+    ),
 ]
 _Model = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The model as it is named here.", autocompletion=complete_model)
+    str | None,
+    typer.Option(
+        metavar="NAME", help="The model as it is named here.", autocompletion=complete_model
+    ),
 ]
 _Bundle = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.jsonl.zst", help="Write the sample for others to check.", callback=require_folder),
+    typer.Option(
+        metavar="FILE.jsonl.zst",
+        help="Write the sample for others to check.",
+        callback=require_folder,
+    ),
 ]
 
 
@@ -102,11 +124,13 @@ def verify(
     bundle: _Bundle = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compute scores from the answers of a suite or file again, and a random part of the answers, and compare.
+    """Compute scores from the answers of a suite or file again, and a random part of the answers,
+    and compare.
 
-    Of a run with --batch-invariant, on a machine of the same kind, answers must be equal to the bit, else
-    log-probabilities within 0.0001. The exit code is 1 if something differs. Flags of prompts and of the engine that a
-    run was given need not be given again, but for --generation-config and --unverified.
+    Of a run with --batch-invariant, on a machine of the same kind, answers must be equal to the
+    bit, else log-probabilities within 0.0001. The exit code is 1 if something differs. Flags of
+    prompts and of the engine that a run was given need not be given again, but for
+    --generation-config and --unverified.
 
     Of lm-eval FILE is results_….json, written with --log_samples.
 
@@ -118,7 +142,9 @@ def verify(
     path = Path(suite)
     recorded, manifest, left = _read(path, output_path, requests)
     if manifest is not None and bundle is not None:
-        raise UsageError("--bundle writes a sample of a suite or of a file of answers, and this is a bundle")
+        raise UsageError(
+            "--bundle writes a sample of a suite or of a file of answers, and this is a bundle"
+        )
     is_bundle = manifest is not None
     opened: AbstractContextManager[FileIO | None] = nullcontext()
     if bundle is not None:
@@ -145,11 +171,17 @@ def verify(
                 say(f"{bundle} is not written, because something differs")
             raise typer.Exit(1)
         if output is not None:
-            append(output, packed_bundle(manifest, sorted(bundled, key=lambda answer: answer.number)))
+            append(
+                output, packed_bundle(manifest, sorted(bundled, key=lambda answer: answer.number))
+            )
 
 
 def _say(
-    checked: Sequence[Checked], manifest: Manifest, scores: ScoreCheck | None, is_bundle: bool, as_json: bool
+    checked: Sequence[Checked],
+    manifest: Manifest,
+    scores: ScoreCheck | None,
+    is_bundle: bool,
+    as_json: bool,
 ) -> None:
     """Print what was found."""
     from flexgen_helm.report.scores import finite
@@ -171,9 +203,17 @@ def _say(
             )
         )
     else:
-        is_wrong, is_partial = different or (scores and scores.differences), scores and scores.unchecked
-        verdict = "failed" if is_wrong else "passed, as far as it was checked" if is_partial else "passed"
-        said = [f"{verdict}: {_sentence(checked, bound, manifest, is_bundle)}", *map(_describe, different)]
+        is_wrong, is_partial = (
+            different or (scores and scores.differences),
+            scores and scores.unchecked,
+        )
+        verdict = (
+            "failed" if is_wrong else "passed, as far as it was checked" if is_partial else "passed"
+        )
+        said = [
+            f"{verdict}: {_sentence(checked, bound, manifest, is_bundle)}",
+            *map(_describe, different),
+        ]
         said += _on_scores(scores, len(manifest.sources))
         print(fill_for(sys.stdout, "\n".join(said)))
 
@@ -181,7 +221,9 @@ def _say(
 def _read(
     path: Path, output_path: Path, requests: Path | None
 ) -> tuple[list[Recorded], Manifest | None, Sequence[str]]:
-    """Return what has answers: runs of a suite, or a file; a bundle's manifest; names of runs that are left out."""
+    """Return what has answers: runs of a suite, or a file; a bundle's manifest; names of runs that
+    are left out.
+    """
     if not path.is_file():
         from flexgen_helm.plugin.run_answers import recorded_runs  # imports HELM
 
@@ -207,7 +249,12 @@ def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer])
         return RecordedAnswer(answer.name, answer.results, recompute)
 
     return [
-        Recorded(path, "verify", vars(source), [recorded(one) for one in answers if one.source == number].copy)
+        Recorded(
+            path,
+            "verify",
+            vars(source),
+            [recorded(one) for one in answers if one.source == number].copy,
+        )
         for number, source in enumerate(manifest.sources)
     ]
 
@@ -215,9 +262,13 @@ def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer])
 def _check_scores(
     recorded: Sequence[Recorded], models: Sequence[ModelArguments], left: Sequence[str]
 ) -> ScoreCheck | None:
-    """Return what is wrong with all scores; None where there are none. left: names of runs that have none."""
+    """Return what is wrong with all scores; None where there are none. left: names of runs that
+    have none.
+    """
     found = ScoreCheck([], [f"{name}, which is not finished or of another client" for name in left])
-    parts = [(part, model) for part, model in zip(recorded, models) if part.check_scores is not None]
+    parts = [
+        (part, model) for part, model in zip(recorded, models) if part.check_scores is not None
+    ]
     for number, (part, model) in enumerate(parts, 1):
         assert part.check_scores is not None
         with silenced():
@@ -228,8 +279,12 @@ def _check_scores(
     return found if parts else None
 
 
-def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bundle: bool) -> ModelArguments:
-    """Return the model of a run's record, as it was asked for; model: where it is here, None for its name."""
+def _find_model(
+    source: Source, model: str | None, engine: EngineOptions, is_bundle: bool
+) -> ModelArguments:
+    """Return the model of a run's record, as it was asked for; model: where it is here, None for
+    its name.
+    """
     from flexgen_helm.engine.device import compute_device
 
     name, revision = names.without_digest(source.model), None
@@ -242,7 +297,9 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
         "system_prompt": chat.get("system_prompt"),
         "thinking_budget": chat.get("thinking_budget"),
         # A GPU refuses the option, and is another kind of processor anyway.
-        "batch_invariant": bool(source.batch_invariant) and device != "sim" and compute_device(device).type == "cpu",
+        "batch_invariant": bool(source.batch_invariant)
+        and device != "sim"
+        and compute_device(device).type == "cpu",
         **engine,
     }
     if model is None:
@@ -251,22 +308,29 @@ def _find_model(source: Source, model: str | None, engine: EngineOptions, is_bun
         if commit and commit[1] == resolved.hub_repo:
             revision = commit[2]
             resolved = replace(resolved, revision=revision)
-        is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(names.user_names())
+        is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(
+            names.user_names()
+        )
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(
-                f"the bundle's model {short(name)} from {short(source.origin)} is not on this machine by that "
-                "name; fetch it with flexgen-helm fetch, or say with --model where it is"
+                f"the bundle's model {short(name)} from {short(source.origin)} is not on this "
+                "machine by that name; fetch it with flexgen-helm fetch, or say with --model where "
+                "it is"
             )
     return model_arguments(model or name, options, revision)
 
 
 def _check(
-    sources: list[Source], models: Sequence[ModelArguments], drawn: Sequence[tuple[int, RecordedAnswer]], by_both: bool
+    sources: list[Source],
+    models: Sequence[ModelArguments],
+    drawn: Sequence[tuple[int, RecordedAnswer]],
+    by_both: bool,
 ) -> Iterator[tuple[Checked, BundledAnswer]]:
     """Compute each answer alone; by_both: and have `transformers` score it.
 
     sources: of the answers' runs; becomes what they were computed with here.
-    Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does not compute.
+    Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does
+    not compute.
     """
     for key in dict.fromkeys(models[number].engine_key for number, _ in drawn):
         folder = _folder_for_transformers(key) if by_both else None
@@ -282,13 +346,21 @@ def _check(
                     with silenced():
                         found = answer.recompute(service, models[number])
                     requests, results = [*zip(*service.answers.values())] or [(), ()]
-                    bundled = BundledAnswer(number, answer.number, answer.name, requests, [*map(plain_result, results)])
+                    bundled = BundledAnswer(
+                        number, answer.number, answer.name, requests, [*map(plain_result, results)]
+                    )
                     prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
                     services.append((number, answer, service, bundled, prompt))
                     if folder is None:
                         why = _another_kind(sources[number], engine)
-                        yield _checked(answer, prompt, found, TOLERANCE if why else 0.0, why), bundled
-            here = {name: engine.last_run[name] for name in ("fingerprint", "hardware", "versions", "batch_invariant")}
+                        yield (
+                            _checked(answer, prompt, found, TOLERANCE if why else 0.0, why),
+                            bundled,
+                        )
+            here = {
+                name: engine.last_run[name]
+                for name in ("fingerprint", "hardware", "versions", "batch_invariant")
+            }
             for number in of_model:
                 sources[number] = replace(sources[number], **here)
         if folder is not None:
@@ -300,11 +372,21 @@ def _check(
                     service.answers[name], said[name] = next(scored)
                 found = answer.recompute(service, models[number])
                 why = "by transformers in float32"
-                yield _checked(answer, prompt, found, TRANSFORMERS_TOLERANCE, why, max(said.values())), bundled
+                yield (
+                    _checked(
+                        answer, prompt, found, TRANSFORMERS_TOLERANCE, why, max(said.values())
+                    ),
+                    bundled,
+                )
 
 
 def _checked(
-    answer: RecordedAnswer, prompt: str, computed: Any, tolerance: float, why: str, contradiction: str = ""
+    answer: RecordedAnswer,
+    prompt: str,
+    computed: Any,
+    tolerance: float,
+    why: str,
+    contradiction: str = "",
 ) -> Checked:
     differences, largest = compare(answer.recorded, computed, tolerance, answer.has_sums)
     differences += [("draw", "the most probable token", contradiction)] if contradiction else []
@@ -329,9 +411,10 @@ def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) 
     device, dtype = (str((source.hardware or {}).get(key)) for key in ("device", "compute_dtype"))
     if recorded != fingerprint_elsewhere(model.path, model.config, device, dtype, bits):
         raise FlexgenError(
-            f"{short(source.model)} in {source.precision} has the fingerprint {recorded[:12]!r} in the record "
-            f"and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, other settings, or another "
-            f"version than {short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
+            f"{short(source.model)} in {source.precision} has the fingerprint {recorded[:12]!r} in "
+            f"the record and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, "
+            "other settings, or another version than "
+            f"{short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
         )
 
 
@@ -353,7 +436,9 @@ def _another_kind(source: Source, engine: Engine) -> str:
 
 
 def _folder_for_transformers(model: ModelArguments) -> Path:
-    """Return the folder of a model. Raises `UsageError` for one that `transformers` does not compute."""
+    """Return the folder of a model. Raises `UsageError` for one that `transformers` does not
+    compute.
+    """
     folder = fetch_model(model)
     for reason, is_so in (
         (f"{model.config.precision} is another model", model.config.precision != "fp16"),
@@ -362,7 +447,9 @@ def _folder_for_transformers(model: ModelArguments) -> Path:
         ("a budget cuts its thinking", model.config.thinking_budget is not None),
     ):
         if is_so:
-            raise UsageError(f"{model.name} cannot be computed with transformers: {reason}; leave --with out")
+            raise UsageError(
+                f"{model.name} cannot be computed with transformers: {reason}; leave --with out"
+            )
     return folder
 
 
@@ -370,7 +457,8 @@ def _describe(checked: Checked) -> str:
     """Return an answer that differs as text for people."""
     where, old, new = checked["differences"][0]
     return (
-        f"{short(checked['name'])} differs at {short(where)}, numbers by up to {checked['largest_difference']:.3g}\n"
+        f"{short(checked['name'])} differs at {short(where)}, numbers by up to "
+        f"{checked['largest_difference']:.3g}\n"
         f"  prompt    {short(checked['prompt'], 66)}\n"
         f"  recorded  {short(old, 66)}\n"
         f"  computed  {short(new, 66)}"
@@ -385,7 +473,9 @@ def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
     if len(wrong) > _SHOWN:
         lines.append(f"… and {len(wrong) - _SHOWN:,} more")
     if not wrong:
-        lines.append(f"scores, questions and references of {count(parts, 'run')}, made again, are equal")
+        lines.append(
+            f"scores, questions and references of {count(parts, 'run')}, made again, are equal"
+        )
     return [*lines, *(f"not checked: {one}" for one in found.unchecked)]
 
 
@@ -395,13 +485,25 @@ def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_b
         alike = [answer for answer in checked if answer["why"] == why]
         largest = max(answer["largest_difference"] for answer in alike)
         of = " of each sum" if any(answer["has_sums"] for answer in alike) else ""
-        way = f"within {alike[0]['tolerance']:g}{of} ({why}; the largest difference is {largest:.2g})"
+        way = (
+            f"within {alike[0]['tolerance']:g}{of} ({why}; the largest difference is {largest:.2g})"
+        )
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")
     if is_bundle:
-        parts.append(f"who wrote the bundle chose them and says that they are of {every}, whose scores it has not")
-        return "; ".join([*parts, f"if drawn at random, with 95 % confidence at most {share_above(bound)} differ"])
+        parts.append(
+            f"who wrote the bundle chose them and says that they are of {every}, whose scores it "
+            "has not"
+        )
+        return "; ".join(
+            [
+                *parts,
+                f"if drawn at random, with 95 % confidence at most {share_above(bound)} differ",
+            ]
+        )
     if len(checked) == manifest.population:
         return "; ".join([*parts, f"these are all of {every}"])
     few = "; --sample 100% checks all" if bound > _LITTLE else ""
-    return "; ".join([*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ{few}"])
+    return "; ".join(
+        [*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ{few}"]
+    )

@@ -98,7 +98,9 @@ class ClusterRun:
         self.records: dict[str, WorkerRecord] = {}
         prompts = [tuple(request.prompt_token_ids or ()) for request in requests]
         # Half of the tokens that may be drawn are expected.
-        self._expected = [len(ids) + request.n * request.max_tokens / 2 for ids, request in zip(prompts, requests)]
+        self._expected = [
+            len(ids) + request.n * request.max_tokens / 2 for ids, request in zip(prompts, requests)
+        ]
         shares = 1 if workers.is_alone else UNITS_PER_WORKER * workers.num_expected
         self._submit(
             sorted(range(len(requests)), key=prompts.__getitem__),
@@ -171,7 +173,9 @@ class ClusterRun:
         for worker in used:
             if worker.record:
                 record = add_blocks(record, worker.record) if record else dict(worker.record)
-        figures = throughput((result.cost for result in self.results if result is not None), elapsed_s)
+        figures = throughput(
+            (result.cost for result in self.results if result is not None), elapsed_s
+        )
         if len(used) > 1:  # of units on machines that work side by side no sum is a prediction
             record |= {"predicted_latency_s": None, "predicted": None}
         num_served = sum(result is not None and result.error is None for result in self.results)
@@ -268,7 +272,9 @@ class ClusterEngine:
             self._told = True
             report(Message("workers wait for Ray, which may be using their cores or GPUs"))
 
-    def _receive(self, name: str, unit: int | None, key: Any, item: Any, run: ClusterRun | None) -> None:
+    def _receive(
+        self, name: str, unit: int | None, key: Any, item: Any, run: ClusterRun | None
+    ) -> None:
         match item:
             case Message():
                 report(Message(f"{name}: {item.text}", item.is_warning))
@@ -305,7 +311,9 @@ def _expected(model: ModelToLoad) -> Expected:
     path = checkpoint.tokenizer_path
     tokenizer = Tokenizer.from_path(path) if path else None
     kinds = itertools.product(("cpu", "cuda"), (torch.float32, torch.float16, torch.bfloat16))
-    return Expected(frozenset(engine_fingerprint(checkpoint, tokenizer, config, *kind) for kind in kinds))
+    return Expected(
+        frozenset(engine_fingerprint(checkpoint, tokenizer, config, *kind) for kind in kinds)
+    )
 
 
 def _joined(reasons: Iterable[str]) -> str:

@@ -34,10 +34,11 @@ _CLOSE_S = 5.0
 _SETTLE_S = 1.5
 # Seconds without a report after which a worker counts as lost: Ray sees what dies, not what hangs.
 SILENCE_S = 180.0
-# Bytes of Ray's store of large objects, which stays nearly empty: requests and answers are small. By default it may
-# take 30 % of the memory, and the model needs that.
+# Bytes of Ray's store of large objects, which stays nearly empty: requests and answers are small.
+# By default it may take 30 % of the memory, and the model needs that.
 _OBJECT_STORE_BYTES = 128 << 20
-# The longest path of a socket in Ray's folder of temporary files, with a process id behind it; bytes of any such path.
+# The longest path of a socket in Ray's folder of temporary files, with a process id behind it;
+# bytes of any such path.
 _SOCKET, _MOST_SOCKET_BYTES = "/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store", 107
 
 
@@ -56,18 +57,22 @@ class RayOptions:
     def check(self) -> None:
         """Raise `UsageError` for what cannot be used; imports nothing."""
         if self.address not in ("auto", "local") and _ADDRESS.fullmatch(self.address) is None:
-            raise UsageError(f"--ray {self.address} is no address; write auto, local, or HOST:PORT of the head")
+            raise UsageError(
+                f"--ray {self.address} is no address; write auto, local, or HOST:PORT of the head"
+            )
         for flag, value in (("--ray-workers", self.workers), ("--ray-cores", self.cores)):
             if value is not None and value < 1:
                 raise UsageError(f"{flag} is {value}; it must be 1 or more")
         if find_spec("ray") is None:
-            raise UsageError("--ray needs Ray, which is not installed here; run: pip install 'flexgen-helm[ray]'")
+            raise UsageError(
+                "--ray needs Ray, which is not installed here; run: pip install 'flexgen-helm[ray]'"
+            )
         folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
         excess = len(os.fsencode(f"{folder}{_SOCKET}{os.getpid()}")) - _MOST_SOCKET_BYTES
         if self.address == "local" and excess > 0:
             raise UsageError(
-                f"--ray local makes sockets in {folder} (TMPDIR), whose name is {excess} bytes too long for that; "
-                "run: export RAY_TMPDIR=/tmp"
+                f"--ray local makes sockets in {folder} (TMPDIR), whose name is {excess} bytes too "
+                "long for that; run: export RAY_TMPDIR=/tmp"
             )
 
 
@@ -96,7 +101,9 @@ def pool_size(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | No
 
 
 class RaySession:
-    """A connection to a Ray cluster, or to one that was started on this machine. Models that take turns share it."""
+    """A connection to a Ray cluster, or to one that was started on this machine. Models that take
+    turns share it.
+    """
 
     def __init__(self, options: RayOptions) -> None:
         """Raises `UsageError` for options that cannot be used; connects to nothing yet."""
@@ -105,7 +112,8 @@ class RaySession:
         self._is_ours = False
         self._connected: Future[None] = Future()
         self._closed = threading.Event()
-        # Linux ends the processes of a local cluster with the thread that started them, so this one lives on.
+        # Linux ends the processes of a local cluster with the thread that started them, so this one
+        # lives on.
         self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
 
     def connect_soon(self) -> None:
@@ -120,8 +128,8 @@ class RaySession:
             self._connected.result(_START_S)
         except TimeoutError:
             raise UsageError(
-                f"Ray ({self._options.address}) has not answered for {_START_S:.0f} s; `ray status` shows whether it "
-                "runs, and `ray stop` removes what an earlier one left"
+                f"Ray ({self._options.address}) has not answered for {_START_S:.0f} s; `ray "
+                "status` shows whether it runs, and `ray stop` removes what an earlier one left"
             ) from None
 
     def close(self) -> None:
@@ -141,7 +149,8 @@ class RaySession:
         if self._is_ours:
             import ray
 
-            # What asks Ray for anything after this, as a dataset's thread or a late reply, ends the process silently.
+            # What asks Ray for anything after this, as a dataset's thread or a late reply, ends the
+            # process silently.
             for thread in threading.enumerate():
                 if type(thread).__name__ == "StreamingExecutor":
                     thread.shutdown(force=True)  # type: ignore[attr-defined]
@@ -161,7 +170,8 @@ class RaySession:
         local: dict[str, Any] = {
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE_BYTES,
-            # Ray's own is 15, with which a worker has a thirtieth of a core beside any program that computes.
+            # Ray's own is 15, with which a worker has a thirtieth of a core beside any program that
+            # computes.
             "_system_config": {"worker_niceness": 0},
         }
         address = self._options.address
@@ -185,7 +195,10 @@ class RaySession:
             return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
         if ":" in wanted:
             kind = wanted.partition(":")[0]
-            raise UsageError(f"--device {wanted} and --ray exclude each other: Ray gives each worker one; say {kind}")
+            raise UsageError(
+                f"--device {wanted} and --ray exclude each other: Ray gives each worker one; say "
+                f"{kind}"
+            )
         return wanted
 
     def start(self, model: ModelToLoad, expected: Expected) -> RayWorkers:
@@ -196,8 +209,8 @@ class RaySession:
 def _separate_random_generator() -> None:
     """Give Ray's modules a random generator of their own.
 
-    They draw names and ports from Python's global one while they connect. HELM's scenarios draw instances from it at
-    the same time, which would be others than those of one process.
+    They draw names and ports from Python's global one while they connect. HELM's scenarios draw
+    instances from it at the same time, which would be others than those of one process.
     """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "ray" and getattr(module, "random", None) is random:
@@ -210,10 +223,13 @@ def _no_cluster(address: str, error: Exception) -> str:
         return f"Ray cannot be started on this machine: {first_line}"
     if "oken" in str(error):  # InvalidAuthToken, AuthenticationError
         return (
-            f"the Ray cluster at {address} asks for a token ({first_line}); run: export RAY_AUTH_MODE=token, with the "
-            "token that `ray get-auth-token` prints there in ~/.ray/auth_token here"
+            f"the Ray cluster at {address} asks for a token ({first_line}); run: export "
+            "RAY_AUTH_MODE=token, with the token that `ray get-auth-token` prints there in "
+            "~/.ray/auth_token here"
         )
-    what = "no Ray cluster runs here" if address == "auto" else f"there is no Ray cluster at {address}"
+    what = (
+        "no Ray cluster runs here" if address == "auto" else f"there is no Ray cluster at {address}"
+    )
     return f"{what} ({first_line}); start one with `ray start --head`, or take --ray local"
 
 
@@ -234,7 +250,8 @@ class RayWorkers:
         if options.workers is None and not size.room:
             what = "GPU" if size.gpus else f"machine with {size.cores} cores for us"
             raise UsageError(
-                f"the Ray cluster has no {what}; `ray status` shows what it has, and --ray-workers 1 waits for one"
+                f"the Ray cluster has no {what}; `ray status` shows what it has, and --ray-workers "
+                "1 waits for one"
             )
         self.num_expected = max(1, min(size.room, options.workers or size.room))
         self.is_alone = options.workers == 1

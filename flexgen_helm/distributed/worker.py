@@ -44,7 +44,11 @@ class ModelToLoad:
     def with_absolute_paths(self) -> ModelToLoad:
         """Return the record for processes with other working folders; names are no paths."""
         folder = self.config.offload_dir
-        config = self.config if folder is None else replace(self.config, offload_dir=str(Path(folder).absolute()))
+        config = (
+            self.config
+            if folder is None
+            else replace(self.config, offload_dir=str(Path(folder).absolute()))
+        )
         path = resolve(self.path, config.revision).path
         return ModelToLoad(self.path if path is None else str(path.absolute()), config, self.name)
 
@@ -108,7 +112,10 @@ class Expected:
         first: fingerprint of the first worker.
         """
         if identity.version != self.version:
-            return f"it has flexgen-helm {identity.version} and the driver has {self.version}; install the same version"
+            return (
+                f"it has flexgen-helm {identity.version} and the driver has {self.version}; "
+                "install the same version"
+            )
         if identity.fingerprint not in self.fingerprints:
             return (
                 f"its weights or tokenizer of {model}, or its transformers, differ from the "
@@ -161,14 +168,18 @@ class Worker:
                     self.compute(requests, news, stop)
         return rows
 
-    def compute(self, requests: Mapping[int, GenerationRequest], news: News, stop: threading.Event) -> None:
+    def compute(
+        self, requests: Mapping[int, GenerationRequest], news: News, stop: threading.Event
+    ) -> None:
         """Answer requests, by their index in the run."""
         indexes = list(requests)
         self._engine.run(
             list(requests.values()),
             on_result=lambda i, result: news.put((indexes[i], result)),
             should_stop=stop.is_set,
-            on_drawn=lambda i, completion, step, drawn: news.put(((indexes[i], completion, step), drawn)),
+            on_drawn=lambda i, completion, step, drawn: news.put(
+                ((indexes[i], completion, step), drawn)
+            ),
         )
         news.put((UnitRecord, UnitRecord(dict(self._engine.last_run))))
 
@@ -201,7 +212,9 @@ class Worker:
             end.set()
             thread.join()
 
-    def _tell(self, unit: int | None, news: News, stop: threading.Event, end: threading.Event) -> None:
+    def _tell(
+        self, unit: int | None, news: News, stop: threading.Event, end: threading.Event
+    ) -> None:
         import ray
 
         is_last = False
@@ -239,7 +252,9 @@ def _share_of_machine(device: str, cores: int) -> float:
 def _load(model: ModelToLoad, memory_share: float) -> Engine:
     from flexgen_helm.engine.engine import Engine
 
-    return Engine.from_config(model.path, limits_of_share(model.config, memory_share), name=model.name)
+    return Engine.from_config(
+        model.path, limits_of_share(model.config, memory_share), name=model.name
+    )
 
 
 def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:

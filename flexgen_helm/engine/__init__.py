@@ -1,1 +1,3 @@
-"""`Engine`: the executor's loop, attention metadata, sampling, run records, and the proof of a model."""
+"""`Engine`: the executor's loop, attention metadata, sampling, run records, and the proof of a
+model.
+"""

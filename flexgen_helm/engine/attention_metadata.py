@@ -1,9 +1,11 @@
 """Which segments of keys the tokens of one batch attend to, and the attention over them.
 
-A token attends to up to three kinds of segments, whose partial results merge exactly (`models.attention`): its own
-prompt in this batch, the cache of its own sequence, and the caches of the shared prefixes before it.
+A token attends to up to three kinds of segments, whose partial results merge exactly
+(`models.attention`): its own prompt in this batch, the cache of its own sequence, and the caches of
+    the shared prefixes before it.
 
-Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query heads, Hk key heads, D elements a head.
+Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query heads, Hk key heads,
+    D elements a head.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from itertools import chain, groupby, pairwise
 import torch
 from torch import Tensor
 
-from flexgen_helm.engine.packed_attention import PackedStep, block_step, has_packed_steps, prefix_step, prompt_step
+from flexgen_helm.engine.packed_attention import (
+    PackedStep,
+    block_step,
+    has_packed_steps,
+    prefix_step,
+    prompt_step,
+)
 from flexgen_helm.kernels.attention import (
     BLOCK_KEYS,
     Begun,
@@ -40,30 +48,46 @@ from flexgen_helm.kv_cache.visibility import (
     whole_part,
 )
 from flexgen_helm.models import attention
-from flexgen_helm.models.attention import AttentionConfig, PartialAttention, mask_dtype, merge_partial
+from flexgen_helm.models.attention import (
+    AttentionConfig,
+    PartialAttention,
+    mask_dtype,
+    merge_partial,
+)
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
 from flexgen_helm.offload.uploads import Uploads
 from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, SequenceKind
 
-# From so many queries on, keys and values in host memory are copied to them: those of a few hundred positions cross
-# the link faster than a processor attends to them. Fewer queries are sent to the host instead.
+# From so many queries on, keys and values in host memory are copied to them: those of a few hundred
+# positions cross the link faster than a processor attends to them. Fewer queries are sent to the
+# host instead.
 _COPY_KEYS_FROM = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PromptAttention:
-    """A sequence whose first tokens are computed in this batch: `tokens` of the batch attend to each other."""
+    """A sequence whose first tokens are computed in this batch: `tokens` of the batch attend to
+    each other.
+    """
 
     sequence: Sequence
     tokens: slice
 
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, older: KeysValues) -> PartialAttention:
+    def attend(
+        self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor, older: KeysValues
+    ) -> PartialAttention:
         """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq].
 
-        older: the first tokens, as quantizing leaves them: the others see them so, as they would in a cache.
+        older: the first tokens, as quantizing leaves them: the others see them so, as they would in
+            a cache.
         """
-        start, window, config, fmt = self.sequence.start, at.window, at.config, at.cache.codec.cache_format
+        start, window, config, fmt = (
+            self.sequence.start,
+            at.window,
+            at.config,
+            at.cache.codec.cache_format,
+        )
         if fmt is None or not len(older[0]):
             return attention.attend_causal(q, k, v, config, window, start)
         chunks = query_chunks(q, start, window, fmt)
@@ -74,7 +98,8 @@ class PromptAttention:
 
 @dataclass(frozen=True, eq=False)
 class JoinedPrompts:
-    """Prompts whose tokens lie behind each other in the batch, for a kernel that attends to all of them.
+    """Prompts whose tokens lie behind each other in the batch, for a kernel that attends to all of
+    them.
 
     tokens: of the batch.
     borders: as `attention.attend_prompts` takes them.
@@ -99,8 +124,8 @@ class DecodeAttention:
     positions: [B], of the tokens among their sequences' own; on the host if it computes attention.
     new: where the tokens go.
     parts: the cached keys that they see, in parts; the first has keys of all sequences.
-    table: for the compiled loop, the keys of shared prefixes behind the last whole block, and of the only part; None
-        where it cannot be used.
+    table: for the compiled loop, the keys of shared prefixes behind the last whole block, and of
+        the only part; None where it cannot be used.
     """
 
     tokens: slice
@@ -120,9 +145,11 @@ class DecodeAttention:
         prefixes: SequenceOf[KeysValues] = (),
         begun: Begun | None = None,
     ) -> PartialAttention:
-        """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and v.
+        """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and
+        v.
 
-        prefixes, begun: what the compiled loop reads beside the caches, and goes on from (`attend_segments`).
+        prefixes, begun: what the compiled loop reads beside the caches, and goes on from
+            (`attend_segments`).
         """
         cache = at.cache
         if self.on_host:
@@ -146,11 +173,21 @@ class DecodeAttention:
 
     def _attend(self, part: DecodePart, at: LayerAttention, q: Tensor) -> PartialAttention:
         layer, config, cache = at.layer, at.config, at.cache
-        q, positions, visible = q[part.sequences], self.positions[part.sequences], part.visible[at.window]
+        q, positions, visible = (
+            q[part.sequences],
+            self.positions[part.sequences],
+            part.visible[at.window],
+        )
         if part.is_sparse:
-            keys, mask, counts = cache.read_keys(self.block, layer, part), visible.mask, visible.num_selected
+            keys, mask, counts = (
+                cache.read_keys(self.block, layer, part),
+                visible.mask,
+                visible.num_selected,
+            )
             assert mask is not None and counts is not None
-            top_k = attention.select_top_k(q, keys, config, positions, mask, counts, visible.max_selected)
+            top_k = attention.select_top_k(
+                q, keys, config, positions, mask, counts, visible.max_selected
+            )
             return top_k.attend(cache.read_selected(self.block, layer, part, top_k))
         keys, values = cache.read(self.block, layer, part)
         return attention.attend_cached(
@@ -160,7 +197,8 @@ class DecodeAttention:
 
 @dataclass(frozen=True, eq=False)
 class PrefixAttention:
-    """Tokens of the batch that attend to all of a shared prefix, or of the prompt that they continue.
+    """Tokens of the batch that attend to all of a shared prefix, or of the prompt that they
+    continue.
 
     tokens: a slice where they are neighbours, which spares copies.
     positions: [t], counted from the prefix's first token; host_positions: the same on the host.
@@ -186,8 +224,12 @@ class PrefixAttention:
             if keys.device != q.device or (keys_on_host and not on_host):
                 keys, values = cache.copy_to_device("cache", keys, values)
             visible = part.visible(positions, at.window, mask_dtype(q.device, q.dtype))
-            own_positions = positions - part.first if part.first and config.slopes is not None else positions
-            partial = attention.attend_prefix(q, keys, values, config, own_positions, visible.mask, visible.sees_none)
+            own_positions = (
+                positions - part.first if part.first and config.slopes is not None else positions
+            )
+            partial = attention.attend_prefix(
+                q, keys, values, config, own_positions, visible.mask, visible.sees_none
+            )
             yield _to_device(cache, partial) if on_host else partial
         cache.done(block, at.layer)
 
@@ -197,8 +239,8 @@ class AttentionMetadata:
     """Flat view of a batch; built once, used by every layer.
 
     token_ids, positions: [T], positions are absolute.
-    table: for the compiled loop, what prompts see, and decoding tokens of the blocks of keys in shared prefixes; None
-        where the segments are attended to one by one.
+    table: for the compiled loop, what prompts see, and decoding tokens of the blocks of keys in
+        shared prefixes; None where the segments are attended to one by one.
     packed: steps of the compiled loop over quantized caches; none where it does not take them.
     joined: all prompts, where a device may attend to them at once.
     """
@@ -213,7 +255,9 @@ class AttentionMetadata:
     joined: JoinedPrompts | None = None
 
     def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D] and log-sum-exp [T, Hq]."""
+        """Attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D] and log-sum-exp
+        [T, Hq].
+        """
         if self.table is not None:
             return self._attend_compiled(at, self.table, q, k, v)
         if self.packed:
@@ -235,11 +279,16 @@ class AttentionMetadata:
     def _attend_own(
         self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, PartialAttention]]:
-        """Yield tokens and what they see of their own sequences; prompts are stored, and new tokens."""
+        """Yield tokens and what they see of their own sequences; prompts are stored, and new
+        tokens.
+        """
         stored = self._store_prompts(at, k, v)
         if self.joined is not None and attention.joins_prompts(q, at.config, at.window):
             deque(stored, maxlen=0)
-            yield (tokens := self.joined.tokens), self.joined.attend(at, q[tokens], k[tokens], v[tokens])
+            yield (
+                (tokens := self.joined.tokens),
+                self.joined.attend(at, q[tokens], k[tokens], v[tokens]),
+            )
         else:
             for prompt, older in stored:
                 tokens = prompt.tokens
@@ -248,12 +297,18 @@ class AttentionMetadata:
             tokens = decoding.tokens
             yield tokens, decoding.attend(at, q[tokens], k[tokens], v[tokens])
 
-    def _store_prompts(self, at: LayerAttention, k: Tensor, v: Tensor) -> Iterator[tuple[PromptAttention, KeysValues]]:
-        """Store each prompt that anything reads later; yield it with its older tokens as quantizing leaves them."""
+    def _store_prompts(
+        self, at: LayerAttention, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[PromptAttention, KeysValues]]:
+        """Store each prompt that anything reads later; yield it with its older tokens as quantizing
+        leaves them.
+        """
         asked = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in self.prompts]
         for prompt, (units, older) in zip(self.prompts, at.cache.codec.encode_prompts(k, v, asked)):
             if prompt.sequence.needs_cache:
-                at.cache.write(*prompt.sequence.seat, at.layer, k[prompt.tokens], v[prompt.tokens], units)
+                at.cache.write(
+                    *prompt.sequence.seat, at.layer, k[prompt.tokens], v[prompt.tokens], units
+                )
             yield prompt, older
 
     def _attend_compiled(
@@ -261,25 +316,36 @@ class AttentionMetadata:
     ) -> PartialAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cache, begun = at.cache, Begun.empty(q)
-        deque(self._store_prompts(at, k, v), maxlen=0)  # a prefix is read in the batch that computes it
-        prefixes = [cache.read_prefix(*shared.prefix.seat, at.layer, *shared.parts) for shared in self.prefixes]
+        # a prefix is read in the batch that computes it
+        deque(self._store_prompts(at, k, v), maxlen=0)
+        prefixes = [
+            cache.read_prefix(*shared.prefix.seat, at.layer, *shared.parts)
+            for shared in self.prefixes
+        ]
         if len(table.jobs):
             _attend_segments(at, q, table.at(prefixes, (k, v) if self.prompts else None), begun)
         for decoding in self.decodes:
             part = decoding.tokens
-            decoding.attend(at, q[part], k[part], v[part], prefixes, Begun(*(x[part] for x in begun)))
+            decoding.attend(
+                at, q[part], k[part], v[part], prefixes, Begun(*(x[part] for x in begun))
+            )
         for shared in self.prefixes:
             cache.done(shared.prefix.seat[0], at.layer)
         return begun.out, begun.lse
 
-    def _attend_packed(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+    def _attend_packed(
+        self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor
+    ) -> PartialAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         cache, begun = at.cache, Begun.empty(q)
         older = [seen for _, seen in self._store_prompts(at, k, v)]
         decodes = {decoding.block: decoding for decoding in self.decodes}
-        for block, steps in groupby(self.packed, lambda step: step.block):  # one after the other is brought
+        # one after the other is brought
+        for block, steps in groupby(self.packed, lambda step: step.block):
             if (decoding := decodes.get(block)) is not None:
-                cache.append(decoding.block, at.layer, decoding.new, k[decoding.tokens], v[decoding.tokens])
+                cache.append(
+                    decoding.block, at.layer, decoding.new, k[decoding.tokens], v[decoding.tokens]
+                )
             for step in steps:
                 part = step.tokens
                 segments = step.table.at(step.read(cache, at.layer, (k, v), older))
@@ -289,15 +355,29 @@ class AttentionMetadata:
         return begun.out, begun.lse
 
     def state_groups(self, layer: int, cache: KVCache) -> Iterator[StateGroup]:
-        """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences block by block."""
+        """Divide the tokens for a layer that keeps states: prompts one by one, decoding sequences
+        block by block.
+        """
         for prompt in self.prompts:
             sequence = prompt.sequence
-            before = cache.state_behind(*sequence.prefixes[-1].seat, layer) if sequence.prefixes else None
-            keep = partial(cache.write_state, *sequence.seat, layer) if sequence.needs_cache else _forget
-            yield StateGroup(prompt.tokens, False, before, keep, sequence.kind is SequenceKind.SHARED_PREFIX)
+            before = (
+                cache.state_behind(*sequence.prefixes[-1].seat, layer)
+                if sequence.prefixes
+                else None
+            )
+            keep = (
+                partial(cache.write_state, *sequence.seat, layer)
+                if sequence.needs_cache
+                else _forget
+            )
+            yield StateGroup(
+                prompt.tokens, False, before, keep, sequence.kind is SequenceKind.SHARED_PREFIX
+            )
         for decoding in self.decodes:
             states = cache.read_states(decoding.block, layer)
-            yield StateGroup(decoding.tokens, True, states, partial(cache.write_states, decoding.block, layer))
+            yield StateGroup(
+                decoding.tokens, True, states, partial(cache.write_states, decoding.block, layer)
+            )
 
     def prefetch(self, layer: int, cache: KVCache) -> None:
         """Begin to bring what this layer's attention reads, if it has been computed."""
@@ -313,11 +393,15 @@ class AttentionMetadata:
     @property
     def cached_positions(self) -> int:
         """Positions of their own caches that tokens attend to, summed over the tokens."""
-        return sum(len(decoding.block.sequences) * decoding.block.longest for decoding in self.decodes)
+        return sum(
+            len(decoding.block.sequences) * decoding.block.longest for decoding in self.decodes
+        )
 
     @property
     def largest_prefix(self) -> tuple[int, int]:
-        """Of the largest segment that several sequences attend to: its tokens here, and its positions."""
+        """Of the largest segment that several sequences attend to: its tokens here, and its
+        positions.
+        """
         sizes = [(len(shared.positions), shared.prefix.prompt_len) for shared in self.prefixes]
         return max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 
@@ -343,11 +427,20 @@ class LayerAttention(Attend):
     cache: KVCache
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: AttentionConfig | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        out, lse = self.metadata.attend(self if config is None else replace(self, config=config), q, k, v)
-        if sinks is not None:  # [Hq], logits that take a share of each head's softmax and have no value
-            share = (torch.exp(sinks - lse) + 1).reciprocal()  # PyTorch's sigmoid follows an element's place in memory
+        out, lse = self.metadata.attend(
+            self if config is None else replace(self, config=config), q, k, v
+        )
+        # [Hq], logits that take a share of each head's softmax and have no value
+        if sinks is not None:
+            # PyTorch's sigmoid follows an element's place in memory
+            share = (torch.exp(sinks - lse) + 1).reciprocal()
             out = out * share.to(out.dtype)[..., None]
         return out
 
@@ -360,9 +453,14 @@ def _forget(states: Tensor) -> None:
 
 
 def build_attention_metadata(
-    batch: Batch, windows: Iterable[Window | None], device: torch.device, dtype: torch.dtype, cache: KVCache
+    batch: Batch,
+    windows: Iterable[Window | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: KVCache,
 ) -> AttentionMetadata:
-    """Lay a batch out. The sequences of a block are adjacent and in slot order (the scheduler's promise).
+    """Lay a batch out. The sequences of a block are adjacent and in slot order (the scheduler's
+    promise).
 
     windows: those that occur among the layers; each has its own masks.
     dtype: of queries.
@@ -390,20 +488,34 @@ def build_attention_metadata(
     uploads = Uploads()
     ids, at = uploads.add(token_ids), uploads.add(positions)
     appended = [
-        (place_new_tokens(block, cache.codec, uploads), uploads.add([s.num_computed for s in block.sequences]))
+        (
+            place_new_tokens(block, cache.codec, uploads),
+            uploads.add([s.num_computed for s in block.sequences]),
+        )
         for block in blocks
     ]
     in_prefixes = [
         (uploads.add(tokens), uploads.add([positions[token] - prefix.start for token in tokens]))
         for prefix, tokens in users.items()
     ]
-    ends = [prompts[0].tokens.start, *(prompt.tokens.stop for prompt in prompts)] if len(prompts) > 1 else []
+    ends = (
+        [prompts[0].tokens.start, *(prompt.tokens.stop for prompt in prompts)]
+        if len(prompts) > 1
+        else []
+    )
     borders = uploads.add(ends)
     uploads.copy(device)
 
-    # One loop attends to all segments. Where a device computes and the host attends, it takes caches alone.
-    fmt, can_attend = cache.codec.cache_format, dtype == torch.float32 and can_attend_caches(device, dtype)
-    compiles, packs = can_attend and fmt is None, can_attend and fmt is not None and has_packed_steps(fmt)
+    # One loop attends to all segments. Where a device computes and the host attends, it takes
+    # caches alone.
+    fmt, can_attend = (
+        cache.codec.cache_format,
+        dtype == torch.float32 and can_attend_caches(device, dtype),
+    )
+    compiles, packs = (
+        can_attend and fmt is None,
+        can_attend and fmt is not None and has_packed_steps(fmt),
+    )
     lengths = [(prefix.prompt_len, prefix.start) for prefix in users]
     numbers = {prefix: number for number, prefix in enumerate(users)}
     decodes = []
@@ -434,7 +546,11 @@ def build_attention_metadata(
         parts = prefix_parts(prefix.start, prefix.prompt_len, seen_at.numbers, cache.codec)
         prefixes.append(PrefixAttention(prefix, where, seen_at.on_device, seen_at.on_host, parts))
 
-    table = SegmentTable.of([*_joined_groups(prompts, decodes, numbers)], positions, lengths) if compiles else None
+    table = (
+        SegmentTable.of([*_joined_groups(prompts, decodes, numbers)], positions, lengths)
+        if compiles
+        else None
+    )
     packed: list[PackedStep] = []
     if packs:
         assert fmt is not None
@@ -444,11 +560,17 @@ def build_attention_metadata(
             for part in shared.parts
         ]
         if prompts:
-            packed.append(prompt_step([(prompt.sequence, prompt.tokens) for prompt in prompts], positions, fmt))
+            packed.append(
+                prompt_step(
+                    [(prompt.sequence, prompt.tokens) for prompt in prompts], positions, fmt
+                )
+            )
         for decoding in decodes:
             window, *stored = decoding.parts
             packed += [
-                block_step(decoding.block, decoding.tokens.start, positions, (window, part), cache.codec)
+                block_step(
+                    decoding.block, decoding.tokens.start, positions, (window, part), cache.codec
+                )
                 for part in stored or [window]
             ]
     joined = None
@@ -459,9 +581,13 @@ def build_attention_metadata(
         and all(b.tokens.start == a.tokens.stop for a, b in pairwise(prompts))
     ):
         longest = max(end - begin for begin, end in pairwise(ends))
-        joined = JoinedPrompts(slice(ends[0], ends[-1]), (borders.on_device - ends[0]).int(), longest)
+        joined = JoinedPrompts(
+            slice(ends[0], ends[-1]), (borders.on_device - ends[0]).int(), longest
+        )
     rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
-    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), table, tuple(packed), joined)
+    return AttentionMetadata(
+        *rows, tuple(prompts), tuple(decodes), tuple(prefixes), table, tuple(packed), joined
+    )
 
 
 def _whole_blocks(sequence: Sequence) -> int:
@@ -470,30 +596,46 @@ def _whole_blocks(sequence: Sequence) -> int:
 
 
 def _joined_groups(
-    prompts: Iterable[PromptAttention], decodes: Iterable[DecodeAttention], numbers: Mapping[Sequence, int]
+    prompts: Iterable[PromptAttention],
+    decodes: Iterable[DecodeAttention],
+    numbers: Mapping[Sequence, int],
 ) -> Iterator[TokenGroup]:
-    """Prompts, and decoding tokens over the blocks of keys that lie in shared prefixes; numbers: of prefixes."""
+    """Prompts, and decoding tokens over the blocks of keys that lie in shared prefixes; numbers: of
+    prefixes.
+    """
     for prompt in prompts:
         shared = [numbers[prefix] for prefix in prompt.sequence.prefixes]
-        yield TokenGroup(prompt.tokens.start, prompt.tokens.stop - prompt.tokens.start, shared, is_prompt=True)
+        yield TokenGroup(
+            prompt.tokens.start, prompt.tokens.stop - prompt.tokens.start, shared, is_prompt=True
+        )
     for decoding in decodes:
         first = decoding.tokens.start
-        for prefixes, sequences in groupby(decoding.block.sequences, lambda sequence: sequence.prefixes):
+        for prefixes, sequences in groupby(
+            decoding.block.sequences, lambda sequence: sequence.prefixes
+        ):
             begun, *more = sequences
             if end := _whole_blocks(begun):
-                yield TokenGroup(first, 1 + len(more), [numbers[prefix] for prefix in prefixes], end=end)
+                yield TokenGroup(
+                    first, 1 + len(more), [numbers[prefix] for prefix in prefixes], end=end
+                )
             first += 1 + len(more)
 
 
-def _attend_segments(at: LayerAttention, q: Tensor, segments: Segments, begun: Begun | None = None) -> PartialAttention:
+def _attend_segments(
+    at: LayerAttention, q: Tensor, segments: Segments, begun: Begun | None = None
+) -> PartialAttention:
     window, config = at.window, at.config
     seen = None if window is None else (window.tokens, window.is_chunked)
     return attend_segments(q, segments, config.scale, seen, config.softcap, config.slopes, begun)
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:
-    """Copy output [T, Hq, D] and log-sum-exp [T, Hq], which the host computed, to the device together."""
+    """Copy output [T, Hq, D] and log-sum-exp [T, Hq], which the host computed, to the device
+    together.
+    """
     out, lse = part
-    (joined,) = cache.copy_to_device("activations", torch.cat((out, lse[..., None].view(out.dtype)), -1))
+    (joined,) = cache.copy_to_device(
+        "activations", torch.cat((out, lse[..., None].view(out.dtype)), -1)
+    )
     dim = out.shape[-1]
     return joined[..., :dim], joined[..., dim:].view(lse.dtype)[..., 0]

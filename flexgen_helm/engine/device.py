@@ -22,7 +22,9 @@ from flexgen_helm.progress import Message, report
 from flexgen_helm.request import MemoryLimits
 
 
-def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) -> tuple[torch.device, CopyEngine | None]:
+def open_device(
+    name: str, link_gb_s: tuple[float, float] | None, rank: Rank
+) -> tuple[torch.device, CopyEngine | None]:
     """Return the compute device and its copy engine; None where the host computes.
 
     rank: where there are several, each on a machine takes a GPU of its own.
@@ -33,12 +35,14 @@ def open_device(name: str, link_gb_s: tuple[float, float] | None, rank: Rank) ->
     if device.type == "cpu":
         return device, None
     if not torch.cuda.is_available():
-        raise UsageError(f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu")
+        raise UsageError(
+            f"device {name!r} was asked for and this machine has no usable GPU; take --device cpu"
+        )
     if rank.size > 1:
         if rank.local_size > torch.cuda.device_count():
             raise UsageError(
-                f"{rank.local_size} processes were started on a machine with {torch.cuda.device_count()} GPUs; "
-                "start one for each GPU, or take --device cpu"
+                f"{rank.local_size} processes were started on a machine with "
+                f"{torch.cuda.device_count()} GPUs; start one for each GPU, or take --device cpu"
             )
         device = torch.device("cuda", rank.local_number)
     return device, CudaCopyEngine(device)
@@ -60,14 +64,21 @@ def read_as_float16_if_faster(device: torch.device, checkpoint: Checkpoint) -> s
     """Let a bfloat16 checkpoint be read as float16 if the GPU has no bfloat16 products.
 
     Return why it must not be, where the model is what keeps it from that; "" otherwise.
-    Such GPUs (compute capability below 8.0, as the T4) multiply float16 eight times as fast as float32.
+    Such GPUs (compute capability below 8.0, as the T4) multiply float16 eight times as fast as
+    float32.
     """
     is_cuda = device.type == "cuda" and torch.version.hip is None
-    if not is_cuda or checkpoint.storage_dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0):
+    if (
+        not is_cuda
+        or checkpoint.storage_dtype != torch.bfloat16
+        or torch.cuda.get_device_capability(device) >= (8, 0)
+    ):
         return ""
     architecture = checkpoint.config.architecture
     if overflows_float16(architecture):
-        return f"the GPU has no bfloat16 products, and hidden states of {architecture} exceed float16"
+        return (
+            f"the GPU has no bfloat16 products, and hidden states of {architecture} exceed float16"
+        )
     checkpoint.read_as_float16(True)
     return ""
 
@@ -75,7 +86,9 @@ def read_as_float16_if_faster(device: torch.device, checkpoint: Checkpoint) -> s
 def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoint) -> str:
     """Say why products are in `dtype`, where nothing stood in the way."""
     if checkpoint.as_float16 and dtype == torch.float16:
-        return "the GPU has no bfloat16 products, and float16 has the values of these bfloat16 weights"
+        return (
+            "the GPU has no bfloat16 products, and float16 has the values of these bfloat16 weights"
+        )
     if dtype == checkpoint.storage_dtype:
         return "the type of the weights"
     if device.type == "cpu":
@@ -84,16 +97,19 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """Raise `MemoryLimitError` where the disk of a folder has less room than the weights need that fit nowhere else."""
+    """Raise `MemoryLimitError` where the disk of a folder has less room than the weights need that
+    fit nowhere else.
+    """
     if num_bytes > (free := shutil.disk_usage(existing_folder(folder)).free):
         raise MemoryLimitError(
-            f"{folder} has {size(free)} free, and weights need {size(num_bytes)} there: make room, name another folder "
-            "with --offload-dir, or raise --cpu-memory"
+            f"{folder} has {size(free)} free, and weights need {size(num_bytes)} there: make room, "
+            "name another folder with --offload-dir, or raise --cpu-memory"
         )
 
 
 def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
-    """Return the bytes of each tier for one process: the given limit, otherwise what is free, less a margin.
+    """Return the bytes of each tier for one process: the given limit, otherwise what is free, less
+    a margin.
 
     A limit may exceed what is free in host memory, which some systems grant as it is used.
 
@@ -107,7 +123,10 @@ def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) ->
         "cpu": without_margin(memory.available, memory.total) // num_sharers,
         "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
     }
-    return {tier: capacities[tier] if (limit := getattr(limits, tier)) is None else limit for tier in TIERS}
+    return {
+        tier: capacities[tier] if (limit := getattr(limits, tier)) is None else limit
+        for tier in TIERS
+    }
 
 
 def gpu_capacity(limit: int | None, device: torch.device, workspace: Workspace) -> int:
@@ -125,7 +144,7 @@ def _warn_beyond(tier: Tier, limit: int | None, free: int) -> None:
     if limit is not None and limit > free:
         report(
             Message(
-                f"{limit_flag(tier)} allows {exact_size(limit)} and {exact_size(free)} are free now: lower it, or end "
-                "other programs"
+                f"{limit_flag(tier)} allows {exact_size(limit)} and {exact_size(free)} are free "
+                "now: lower it, or end other programs"
             )
         )

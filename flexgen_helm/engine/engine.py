@@ -64,8 +64,8 @@ from flexgen_helm.scheduling.prepare import drawn_workload, into_lanes, prepare,
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
-    "float16 took the place of the model's bfloat16, which this GPU has no products for, and was too small: "
-    "take --device cpu, or a GPU of compute capability 8.0 or later"
+    "float16 took the place of the model's bfloat16, which this GPU has no products for, and was "
+    "too small: take --device cpu, or a GPU of compute capability 8.0 or later"
 )
 
 
@@ -73,13 +73,18 @@ _CORRUPT_ADVICE = "the checkpoint may be corrupt: check it with flexgen-helm doc
 
 
 class Engine:
-    """A loaded model. Results do not depend on what else is in the run (tolerances: docs/explanation/exactness.md)."""
+    """A loaded model. Results do not depend on what else is in the run (tolerances:
+    docs/explanation/exactness.md).
+    """
 
-    def __init__(self, model: OpenedModel, pipeline: Pipeline, is_proved: bool | None = None) -> None:
+    def __init__(
+        self, model: OpenedModel, pipeline: Pipeline, is_proved: bool | None = None
+    ) -> None:
         """Place the weights, and load them.
 
         pipeline: the ranks that have the model's other layers.
-        is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
+        is_proved: a small model of this kind equals `transformers` here; None where nothing was
+            compared.
         """
         began = time.perf_counter()
         checkpoint, options, device = model.checkpoint, model.options, model.device
@@ -104,13 +109,18 @@ class Engine:
         capacities = tier_capacities(options.limits, folder, pipeline.rank.local_size)
         if device.type == "cuda":
             converts = model.precision.packs or self._dtype != checkpoint.storage_dtype
-            workspace = Workspace(self.config, self._dtype.itemsize, "gpu", self.cache_format, converts=converts)
+            workspace = Workspace(
+                self.config, self._dtype.itemsize, "gpu", self.cache_format, converts=converts
+            )
             capacities["gpu"] = gpu_capacity(options.limits.gpu, device, workspace)
         resident = ResidentMemory(capacities["cpu"]) if device.type == "cpu" else None
 
         def with_weights(sizes: Mapping[str, int]) -> dict[Tier, int]:
             """Add the room on the disk that these matrices have already."""
-            return {**capacities, "disk": capacities["disk"] + at_rest.num_bytes(sizes, options.limits.disk is None)}
+            return {
+                **capacities,
+                "disk": capacities["disk"] + at_rest.num_bytes(sizes, options.limits.disk is None),
+            }
 
         matrices = StorageSizes(self.config, model.precision).matrices
         if pipeline.is_whole:
@@ -119,10 +129,13 @@ class Engine:
         everything = with_weights(matrices)
         self._planner, self._part = self._planner_and_part(model, everything, folder)
         self.placement = self._planner.place(self.name)
-        limits = with_weights(self.placement.bytes_on("disk"))  # for the other tiers nothing changes
+        # for the other tiers nothing changes
+        limits = with_weights(self.placement.bytes_on("disk"))
         ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
         disk = None if options.disk_gb_s is None else DiskRates(*map(RateLimit, options.disk_gb_s))
-        self._tiers = TransferManager(device, model.compute_tier, ledgers, model.link, folder, options.overlap, disk)
+        self._tiers = TransferManager(
+            device, model.compute_tier, ledgers, model.link, folder, options.overlap, disk
+        )
         if isinstance(model.link, CudaCopyEngine):
             model.link.limit(math.inf if options.limits.gpu is None else options.limits.gpu)
         self.ledger = ledgers[model.compute_tier]
@@ -131,16 +144,34 @@ class Engine:
             keep_freed_memory()
         self.fingerprint = model.fingerprint(self._dtype)
         if checkpoint.rounded and model.precision.weights is None:
-            shares = ", ".join(f"{share:.0%} in {dtype}" for dtype, share in checkpoint.rounded.items())
+            shares = ", ".join(
+                f"{share:.0%} in {dtype}" for dtype, share in checkpoint.rounded.items()
+            )
             to = str(checkpoint.storage_dtype).removeprefix("torch.")
             report(
-                Message(f"matrices of {self.name} are rounded to {to}: {shares}; transformers in float32 keeps them")
+                Message(
+                    f"matrices of {self.name} are rounded to {to}: {shares}; transformers in "
+                    "float32 keeps them"
+                )
             )
         if (expanded := checkpoint.expanded) and model.precision.weights is None:
-            costs = (f"{size_text(now)} of {kind} take {size_text(more)}" for kind, (now, more) in expanded.items())
-            report(Message(f"matrices of {self.name} do not rest as published, but in 16 bits: {', '.join(costs)}"))
+            costs = (
+                f"{size_text(now)} of {kind} take {size_text(more)}"
+                for kind, (now, more) in expanded.items()
+            )
+            report(
+                Message(
+                    f"matrices of {self.name} do not rest as published, but in 16 bits: "
+                    f"{', '.join(costs)}"
+                )
+            )
         if checkpoint.formats and model.precision.weights is not None:
-            report(Message(f"weights of {self.name} are quantized; {self.precision} rounds them again, fp16 does not"))
+            report(
+                Message(
+                    f"weights of {self.name} are quantized; {self.precision} rounds them again, "
+                    "fp16 does not"
+                )
+            )
         self.identity = EngineIdentity(
             self.name,
             checkpoint.origin,
@@ -178,8 +209,9 @@ class Engine:
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **options: Any) -> "Engine":
         """Load a model.
 
-        Options that are left out are those of the name: its precision suffix, and its entry in the file that
-        FLEXGEN_HELM_MODELS names. Raises what `from_config` raises, before anything long has begun.
+        Options that are left out are those of the name: its precision suffix, and its entry in the
+        file that FLEXGEN_HELM_MODELS names. Raises what `from_config` raises, before anything long
+        has begun.
 
         name_or_path: Catalog name, repository of the hub, folder, or .gguf file.
         """
@@ -195,8 +227,8 @@ class Engine:
 
         name: what the user calls the model; None for its own name.
 
-        Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`, `MemoryLimitError` and
-        `UsageError`.
+        Raises `UnknownModelError`, `UnsupportedArchitectureError`, `CheckpointError`,
+        `MemoryLimitError` and `UsageError`.
         """
         pipeline = joined_pipeline() or Pipeline()
         engine: Engine | None = None
@@ -205,7 +237,10 @@ class Engine:
                 engine = cls._open(name_or_path, config, name, pipeline)
                 if len(set(dtypes := pipeline.agree(engine._dtype))) > 1:
                     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                    raise UsageError(f"the ranks of the pipeline compute in {names}; take devices that compute alike")
+                    raise UsageError(
+                        f"the ranks of the pipeline compute in {names}; take devices that compute "
+                        "alike"
+                    )
                 return engine
             except FlexgenError as error:
                 if engine is None:
@@ -218,7 +253,11 @@ class Engine:
 
     @classmethod
     def _open(
-        cls, name_or_path: str | os.PathLike[str], config: EngineConfig, name: str | None, pipeline: Pipeline
+        cls,
+        name_or_path: str | os.PathLike[str],
+        config: EngineConfig,
+        name: str | None,
+        pipeline: Pipeline,
     ) -> "Engine":
         model = open_model(name_or_path, config, name, pipeline.rank)
         is_proved = require_proof(model, cls)
@@ -243,47 +282,56 @@ class Engine:
         observer: Observer | None = None,
         on_drawn: OnDrawn | None = None,
     ) -> list[GenerationResult]:
-        """Answer requests; return results in the same order. A bad request fails alone, in its `error`.
+        """Answer requests; return results in the same order. A bad request fails alone, in its
+        `error`.
 
         requests: all requests that can be computed together; a larger block is faster.
-        on_result: called with the index and result of each request as soon as it is finished, from this thread.
-        should_stop: called before every work item; once it returns true, `Interrupted` is raised and delivered results
-            stay valid.
+        on_result: called with the index and result of each request as soon as it is finished, from
+            this thread.
+        should_stop: called before every work item; once it returns true, `Interrupted` is raised
+            and delivered results stay valid.
         progress: called after every batch, and up to ten times a second between.
-        observer: is shown the logits of prompt tokens that `echo_logprobs` scores, and hidden states.
-        on_drawn: called with index of the request, completion, step and token when one is drawn; a run whose
-            requests have these tokens in `drawn` goes on from there.
+        observer: is shown the logits of prompt tokens that `echo_logprobs` scores, and hidden
+            states.
+        on_drawn: called with index of the request, completion, step and token when one is drawn; a
+            run whose requests have these tokens in `drawn` goes on from there.
 
         Raises `UsageError` for an observer where other processes have a part of the model.
         One run at a time: a second thread waits.
         """
         if os.getpid() != self._pid:
             raise FlexgenError(
-                f"the engine belongs to process {self._pid}, from which this one was forked without its threads; "
-                "open an engine in this process"
+                f"the engine belongs to process {self._pid}, from which this one was forked "
+                "without its threads; open an engine in this process"
             )
         with self._lock:
             if self._closed:
                 raise FlexgenError("the engine is closed")
             if observer is not None and not self._pipeline.is_whole:
                 raise UsageError(
-                    f"logits stay on the rank that has the head, and the model is on {self._pipeline.rank.size} ranks; "
-                    "take one process"
+                    "logits stay on the rank that has the head, and the model is on "
+                    f"{self._pipeline.rank.size} ranks; take one process"
                 )
             with exact_products(), self._pipeline.command("run", self.number, tuple(requests)):
-                answers = ResultCollector(len(requests), on_result, self._reporter(progress), on_drawn)
+                answers = ResultCollector(
+                    len(requests), on_result, self._reporter(progress), on_drawn
+                )
                 return self._answer(requests, answers, should_stop, observer)
 
     def score(self, pairs: Sequence[ScoredPair], *, truncate: bool = False) -> list[Score]:
-        """Return of each (context, continuation) the log-probability of the continuation and whether it is greedy.
+        """Return of each (context, continuation) the log-probability of the continuation and
+        whether it is greedy.
 
-        pairs: a context is a text, token ids, or messages, which go through the chat template; a continuation is a
-            text or token ids. Two texts meet as in lm-evaluation-harness: white space that ends the context moves to
-            the continuation, both are encoded as one, and the continuation's ids follow as many as the context has
-            alone. An empty context is BOS, or EOS where there is no BOS.
-        truncate: a pair beyond the window loses its first tokens, as in lm-evaluation-harness; otherwise it fails.
+        pairs: a context is a text, token ids, or messages, which go through the chat template; a
+            continuation is a text or token ids. Two texts meet as in lm-evaluation-harness: white
+            space that ends the context moves to the continuation, both are encoded as one, and the
+            continuation's ids follow as many as the context has alone. An empty context is BOS, or
+            EOS where there is no BOS.
+        truncate: a pair beyond the window loses its first tokens, as in lm-evaluation-harness;
+            otherwise it fails.
 
-        A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one `run`.
+        A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one
+            `run`.
         """
         return score_pairs(self, pairs, truncate)
 
@@ -314,7 +362,12 @@ class Engine:
         answers.began = time.perf_counter()
         with self._stores(plan) as (cache, activations):
             kept = None
-            if answers.goes_on and observer is None and pipeline.is_whole and plan.schedule.is_single_pass:
+            if (
+                answers.goes_on
+                and observer is None
+                and pipeline.is_whole
+                and plan.schedule.is_single_pass
+            ):
                 kept = self._kept_states(answers)
             executor = Executor(self._model, cache, activations, observer, plan.expert_tokens, kept)
             is_done = False
@@ -339,7 +392,9 @@ class Engine:
             for index in request.indices if request.num_resumed else ():
                 drawn = sum(completion.num_drawn for completion in request.completions)
                 new = costs[index].output_tokens * (drawn - request.num_resumed) // drawn
-                costs[index] = replace(costs[index], output_tokens=new, padded_output_tokens=float(new))
+                costs[index] = replace(
+                    costs[index], output_tokens=new, padded_output_tokens=float(new)
+                )
         self.last_run = run_record(self.identity, plan, self._tiers, costs, seconds)
         self.last_run |= {
             "peak_workspace_bytes": executor.peak_workspace_bytes + self._tiers.peak_transfer_bytes,
@@ -354,26 +409,39 @@ class Engine:
         self.last_run["workload"]["num_unique"] = len(distinct)
         first = self._part.layers_before
         keys = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
-        rank = {"layers": [first, first + self._part.num_layers], **{key: self.last_run[key] for key in keys}}
+        rank = {
+            "layers": [first, first + self._part.num_layers],
+            **{key: self.last_run[key] for key in keys},
+        }
         self.last_run |= pipeline.record(len(runs), rank)
         if distinct and not (kept and kept.num_read):  # else the seconds are of a part of the work
             workload = drawn_workload(distinct, sum(run.saved_tokens for run in runs))
             at_once = sum(run.most_at_once for run in runs)
-            prediction = self._planner.learn(plan, workload, at_once, self.last_run, is_whole=pipeline.is_whole)
+            prediction = self._planner.learn(
+                plan, workload, at_once, self.last_run, is_whole=pipeline.is_whole
+            )
             if prediction is not None:
-                add_prediction(self.last_run, prediction, self._planner.product_flops, pipeline.rank.size)
+                add_prediction(
+                    self.last_run, prediction, self._planner.product_flops, pipeline.rank.size
+                )
         return results
 
     def _kept_states(self, answers: ResultCollector) -> KeptStates | None:
-        """Return where the hidden states of a pass go; None if a layer hands more on to the next one."""
+        """Return where the hidden states of a pass go; None if a layer hands more on to the next
+        one.
+        """
         numbers = [number for number in self.config.cache_layers if number is not None]
         if any(self.config.layer_states) or len(numbers) > len({*numbers}):
             return None
-        return KeptStates(self._tiers.folder, self.fingerprint, self._tiers.ledgers["disk"], answers.begin_pass)
+        return KeptStates(
+            self._tiers.folder, self.fingerprint, self._tiers.ledgers["disk"], answers.begin_pass
+        )
 
     @contextmanager
     def _stores(self, plan: RunPlan) -> Iterator[tuple[KVCache, ActivationStore]]:
-        """Open the cache and the hidden states of a run; close them after it, and give its threads back."""
+        """Open the cache and the hidden states of a run; close them after it, and give its threads
+        back.
+        """
         cache = KVCache(
             self._part,
             self._tiers,
@@ -413,7 +481,12 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _planner_and_part(
@@ -426,7 +499,9 @@ class Engine:
         as_stored = None
         if model.compute_tier == "cpu" and multiplies_as_stored(model.checkpoint.storage_dtype):
             as_stored = str(model.checkpoint.storage_dtype).removeprefix("torch.")
-        machine = Machine(capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored)
+        machine = Machine(
+            capacities, model.compute_tier, dtype, options.overlap, options.cpu_attention, as_stored
+        )
         choices = Choices(options.fixed_policy, options.fixed_schedule, options.max_latency)
         planner = Planner(self.config, model.precision, machine, choices, profile)
         asked = None if pipeline.is_whole else options.pipeline_layers
@@ -438,7 +513,9 @@ class Engine:
     def _load_weights(self, checkpoint: Checkpoint) -> TieredWeights:
         """Load the weights into their tiers, which are closed after an error."""
         try:
-            weights = TieredWeights(checkpoint, self._tiers, self.placement, self._dtype, self._threads)
+            weights = TieredWeights(
+                checkpoint, self._tiers, self.placement, self._dtype, self._threads
+            )
             weights.batch_invariant = self._options.batch_invariant
             return weights
         except BaseException:
@@ -449,13 +526,17 @@ class Engine:
                 self._threads.release()
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
-        """Return a function that adds what is in memory, and read of the disk, to a run's progress and hands it on."""
+        """Return a function that adds what is in memory, and read of the disk, to a run's progress
+        and hands it on.
+        """
         ledgers = self._tiers.ledgers
         on_disk = sum(self.placement.bytes_on("disk").values())
         reads = PassReads(self._tiers.stats, on_disk, self.placement.all_staging_bytes)
 
         def with_memory(bare: Progress) -> None:
-            in_use: dict[str, int] = {tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use}
+            in_use: dict[str, int] = {
+                tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use
+            }
             event = replace(bare, memory_bytes=in_use, **reads.of(bare.num_passes))
             report(event)
             if progress is not None:
@@ -465,7 +546,9 @@ class Engine:
 
 
 def offload_folder(options: EngineConfig) -> Path:
-    """Return the folder of the disk tier. Raises `UsageError` for one that was named and cannot be written."""
+    """Return the folder of the disk tier. Raises `UsageError` for one that was named and cannot be
+    written.
+    """
     if options.offload_dir is None:
         return state_dir() / "offload"
     folder = GIVEN_FOLDERS["--offload-dir"] = Path(options.offload_dir)

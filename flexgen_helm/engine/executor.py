@@ -1,4 +1,6 @@
-"""The executor: the loop over stages and batches. It knows stages and tensors, no model names and no policy."""
+"""The executor: the loop over stages and batches. It knows stages and tensors, no model names and
+no policy.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ _LOGIT_ELEMENTS = 1 << 24
 class PromptToken:
     """A token of a prompt that a row of logits predicts.
 
-    prompts: the requests with this prompt, by index in the caller's list; several if they share it, or a beginning.
+    prompts: the requests with this prompt, by index in the caller's list; several if they share it,
+        or a beginning.
     index: of the token in the prompt, from 1 on.
     """
 
@@ -61,7 +64,9 @@ class PromptToken:
 
 
 class Observer(Protocol):
-    """What is shown the tensors of a run; some twice, where memory ran out and a batch is computed again."""
+    """What is shown the tensors of a run; some twice, where memory ran out and a batch is computed
+    again.
+    """
 
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
         """See a batch's hidden states [T, H] after a stage; they must not be changed."""
@@ -90,13 +95,15 @@ class SequenceOutput:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """One prediction to make at a position of the batch: the log-probability of a target, or a token to draw.
+    """One prediction to make at a position of the batch: the log-probability of a target, or a
+    token to draw.
 
     output: where it is filled in.
     target, sampling: one of the two is None.
     needs_argmax: whether the target is the most probable token is filled in, too.
     num_top: the most probable tokens that are filled in.
-    sequence, index: for an `Observer`: the sequence that has the target, and its index in the prompt.
+    sequence, index: for an `Observer`: the sequence that has the target, and its index in the
+        prompt.
     """
 
     output: SequenceOutput
@@ -112,7 +119,10 @@ class Prediction:
     def prompt_token(self) -> PromptToken:
         """The target, as an `Observer` is told."""
         assert self.sequence is not None
-        return PromptToken(tuple(index for request in self.sequence.requests for index in request.indices), self.index)
+        return PromptToken(
+            tuple(index for request in self.sequence.requests for index in request.indices),
+            self.index,
+        )
 
     def fill(self, token: int, logprob: float, top: TopLogprobs) -> None:
         output = self.output
@@ -136,9 +146,10 @@ class HeadOutput:
 
     outputs: one for each sequence of the batch.
     predictions: those of all sequences, in order.
-    values: for each token of the batch the first layer after which a value was not finite, or -1; then of each
-        prediction four things: the token that is drawn, or beside a target the most probable one where that is
-        wanted; the log-probability of the drawn token or the target; the `num_top` most probable tokens; theirs.
+    values: for each token of the batch the first layer after which a value was not finite, or -1;
+        then of each prediction four things: the token that is drawn, or beside a target the most
+        probable one where that is wanted; the log-probability of the drawn token or the target; the
+        `num_top` most probable tokens; theirs.
     """
 
     outputs: list[SequenceOutput]
@@ -178,12 +189,20 @@ def predictions_of(batch: Batch) -> HeadOutput:
         next_index = sequence.start + sequence.num_computed + 1
         predictions += [
             Prediction(
-                output, first + i, target, None, sequence.needs_greedy, sequence.num_top, sequence, next_index + i
+                output,
+                first + i,
+                target,
+                None,
+                sequence.needs_greedy,
+                sequence.num_top,
+                sequence,
+                next_index + i,
             )
             for i, target in enumerate(sequence.targets)
         ]
         predictions += [
-            Prediction(output, last, None, params, num_top=sequence.num_top) for params in sequence.sampling()
+            Prediction(output, last, None, params, num_top=sequence.num_top)
+            for params in sequence.sampling()
         ]
         first += item.count
     return HeadOutput(outputs, predictions)
@@ -191,7 +210,9 @@ def predictions_of(batch: Batch) -> HeadOutput:
 
 @dataclass(frozen=True)
 class BatchOutput:
-    """All sequences of a batch that has passed the head, in the batch's order, and the seconds of its items."""
+    """All sequences of a batch that has passed the head, in the batch's order, and the seconds of
+    its items.
+    """
 
     batch: Batch
     outputs: list[SequenceOutput]
@@ -203,10 +224,11 @@ class _BatchState:
     """A batch on its way through the stages.
 
     hidden: [T, H]; None while the activation store keeps it.
-    rotary: what `LayerDecoder.rotary` returned; None together with `hidden`, because those of many batches would be
-        large.
+    rotary: what `LayerDecoder.rotary` returned; None together with `hidden`, because those of many
+        batches would be large.
     layers_checked: layers of the whole model, from the first one on, that `nonfinite_layer` covers.
-    sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet, [T] each.
+    sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet,
+        [T] each.
     nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
@@ -226,7 +248,9 @@ class _BatchState:
             bad = ~torch.isfinite(torch.stack(self.sums))
             first = torch.where(bad.any(0), bad.byte().argmax(0) + self.layers_checked, -1)
             before = self.nonfinite_layer
-            self.nonfinite_layer = first if before is None else torch.where(before < 0, first, before)
+            self.nonfinite_layer = (
+                first if before is None else torch.where(before < 0, first, before)
+            )
             self.layers_checked += len(bad)
             self.sums.clear()
         assert self.nonfinite_layer is not None
@@ -250,7 +274,9 @@ class _Pass:
     states: dict[int, _BatchState] = field(default_factory=dict)
 
     def ends_layer(self, item: WorkItem) -> bool:
-        """Return whether all batches have passed the layer of an item that was computed, and none the next one."""
+        """Return whether all batches have passed the layer of an item that was computed, and none
+        the next one.
+        """
         following = self.following.get(item)
         is_last = following is not None and following.stage != item.stage > 0  # 0: the embedding
         return is_last and len(self.states) == len(self.batches)
@@ -263,8 +289,8 @@ class LoadedModel:
     config: of the whole model.
     pipeline: the ranks that compute the other stages.
     eos_ids: tokens that end a completion.
-    threads, resident: choose the threads that compute, and keep the host's memory within its limit; None where a
-        device computes.
+    threads, resident: choose the threads that compute, and keep the host's memory within its limit;
+        None where a device computes.
     processors: change the logits that tokens are drawn from, and no log-probability.
     nonfinite_advice: what to do where a value is not finite.
     """
@@ -282,7 +308,9 @@ class LoadedModel:
 
 
 class Executor:
-    """Takes the batches of a pass through the stages of the model, in the order that a schedule names."""
+    """Takes the batches of a pass through the stages of the model, in the order that a schedule
+    names.
+    """
 
     def __init__(
         self,
@@ -310,16 +338,21 @@ class Executor:
             tier,
             cache.codec.cache_format,
             converts=model.weights.are_converted,
-            has_fused_attention=has_fused_attention(self._device, decoder.dtype, self._config.head_dim),
+            has_fused_attention=has_fused_attention(
+                self._device, decoder.dtype, self._config.head_dim
+            ),
             product_bytes=product_bytes(widest_matrix(self._config)) if tier == "cpu" else 0,
         )
         self.peak_workspace_bytes = 0
-        self.pending_heads: dict[Batch, HeadOutput] = {}  # of batches that `collect` has not asked for
+        # of batches that `collect` has not asked for
+        self.pending_heads: dict[Batch, HeadOutput] = {}
         self._collected_at = time.perf_counter()
 
     @property
     def divides_batches(self) -> bool:
-        """Whether a batch may be divided where memory runs out: no other rank computes the same one."""
+        """Whether a batch may be divided where memory runs out: no other rank computes the same
+        one.
+        """
         return self._pipeline.is_whole
 
     @property
@@ -327,7 +360,9 @@ class Executor:
         return len(self._stages)
 
     def first_stage(self, batches: abc.Sequence[Batch]) -> int:
-        """Return the first stage of a pass that is to be computed, as items of `run`; earlier ones are stored."""
+        """Return the first stage of a pass that is to be computed, as items of `run`; earlier ones
+        are stored.
+        """
         return 0 if self._kept is None else self._kept.first_stage(batches)
 
     def run(
@@ -341,7 +376,8 @@ class Executor:
     ) -> None:
         """Run one pass; call `on_batch` as soon as a batch has passed its last stage.
 
-        Where other ranks have the other stages, take the batches through those here; `collect` then has their outputs.
+        Where other ranks have the other stages, take the batches through those here; `collect` then
+        has their outputs.
 
         items: the pass's order (the paper's Algorithm 1 for the block schedules).
         on_item: called with its batch before every item.
@@ -349,15 +385,20 @@ class Executor:
         another_pass: another pass is certain to follow, so its first weights may be prefetched.
         Raises `Interrupted`. After this or another error nothing of the pass is kept.
         """
-        # The weights of a stage are loaded for each visit: items in a row that use them, the head several times.
+        # The weights of a stage are loaded for each visit: items in a row that use them, the head
+        # several times.
         steps = self._steps(items)
         uses = [
-            self._num_head_uses(batches[item.batch]) if self._stages[item.stage] == HEAD else int(item is step[0])
+            self._num_head_uses(batches[item.batch])
+            if self._stages[item.stage] == HEAD
+            else int(item is step[0])
             for step in steps
             for item in step
         ]
         visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
-        current = _Pass(batches, dict(zip(items, items[1:])), on_item, partial(self._must_stop, should_stop))
+        current = _Pass(
+            batches, dict(zip(items, items[1:])), on_item, partial(self._must_stop, should_stop)
+        )
         states, charged_until = current.states, time.perf_counter()
         # Not inference mode: tensors go to threads, and that mode is per thread.
         try:
@@ -366,15 +407,26 @@ class Executor:
                     began = time.perf_counter()
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
                     head = self._compute(step, current)
-                    launched_s, num_tokens = time.perf_counter() - began, sum(batches[i.batch].num_tokens for i in step)
+                    launched_s, num_tokens = (
+                        time.perf_counter() - began,
+                        sum(batches[i.batch].num_tokens for i in step),
+                    )
                     for item in step:
-                        states[item.batch].launched_s += launched_s * batches[item.batch].num_tokens / num_tokens
+                        states[item.batch].launched_s += (
+                            launched_s * batches[item.batch].num_tokens / num_tokens
+                        )
                     if step[0].stage == self.num_stages - 1:
                         charged_until = _charge(states.values(), charged_until)
                         for item in step:
                             self._activations.end_wait(item.batch)
-                            self._hand_on(batches[item.batch], states.pop(item.batch), head, on_batch)
-                    elif self._kept is not None and self._kept.is_due() and current.ends_layer(step[-1]):
+                            self._hand_on(
+                                batches[item.batch], states.pop(item.batch), head, on_batch
+                            )
+                    elif (
+                        self._kept is not None
+                        and self._kept.is_due()
+                        and current.ends_layer(step[-1])
+                    ):
                         self._keep(step[-1], current, self._kept)
         except BaseException:
             self._weights.cancel()
@@ -383,11 +435,17 @@ class Executor:
             raise
 
     def _steps(self, items: abc.Sequence[WorkItem]) -> list[list[WorkItem]]:
-        """Divide the items of a pass into those that are computed together: batches that share a layer's experts."""
+        """Divide the items of a pass into those that are computed together: batches that share a
+        layer's experts.
+        """
         steps: list[list[WorkItem]] = []
         for stage, grouped in groupby(items, key=lambda item: item.stage):
             visit = list(grouped)
-            steps += [visit] if self._weights.shares_experts(self._stages[stage]) else [[item] for item in visit]
+            steps += (
+                [visit]
+                if self._weights.shares_experts(self._stages[stage])
+                else [[item] for item in visit]
+            )
         return steps
 
     def _must_stop(self, should_stop: Callable[[], bool]) -> bool:
@@ -399,7 +457,8 @@ class Executor:
         return should_stop()
 
     def collect(self, batch: Batch) -> BatchOutput:
-        """Wait for the outputs of a batch that `run` has taken through this rank; in the order of the batches.
+        """Wait for the outputs of a batch that `run` has taken through this rank; in the order of
+        the batches.
 
         Charged to it is the time since the last one was collected.
         """
@@ -411,9 +470,15 @@ class Executor:
         return self._finish(batch, head, self._collected_at - since)
 
     def _hand_on(
-        self, batch: Batch, state: _BatchState, head: HeadOutput | None, on_batch: Callable[[BatchOutput], None]
+        self,
+        batch: Batch,
+        state: _BatchState,
+        head: HeadOutput | None,
+        on_batch: Callable[[BatchOutput], None],
     ) -> None:
-        """Send the hidden states to the next rank, or the head's values to all others; end the batch if none are."""
+        """Send the hidden states to the next rank, or the head's values to all others; end the
+        batch if none are.
+        """
         if head is None:
             assert state.hidden is not None
             self._pipeline.send_hidden(checksum(batch), state.hidden, state.check_finite())
@@ -424,7 +489,9 @@ class Executor:
             self.pending_heads[batch] = head
 
     def _begin(self, item: WorkItem, current: _Pass) -> _BatchState:
-        """Return a batch's state with its hidden states on the compute device, and prefetch those of the next item."""
+        """Return a batch's state with its hidden states on the compute device, and prefetch those
+        of the next item.
+        """
         batch, states = current.batches[item.batch], current.states
         current.on_item(batch)
         if current.must_stop():
@@ -445,21 +512,27 @@ class Executor:
             state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
             state.rotary = self._decoder.rotary(state.metadata.positions.on_device)
-        self._prefetch(item, current.following.get(item), states)  # load_cache and load_activation(i, j, k + 1)
+        # load_cache and load_activation(i, j, k + 1)
+        self._prefetch(item, current.following.get(item), states)
         return state
 
-    def _prefetch(self, item: WorkItem, following: WorkItem | None, states: dict[int, _BatchState]) -> None:
+    def _prefetch(
+        self, item: WorkItem, following: WorkItem | None, states: dict[int, _BatchState]
+    ) -> None:
         """Begin to bring what the next item needs, hidden states and one layer of its caches."""
         if following is None or (state := states.get(following.batch)) is None:
             return
         if following.batch != item.batch:
             self._activations.prefetch(following.batch)
         if (layer := self._layer_of(following.stage)) is not None:
-            with suppress(MemoryLimitError):  # no room for two layers: it is brought when it is needed
+            # no room for two layers: it is brought when it is needed
+            with suppress(MemoryLimitError):
                 state.metadata.prefetch(layer, self.cache)
 
     def _compute(self, step: list[WorkItem], current: _Pass) -> HeadOutput | None:
-        """Take the batches of a step through its stage; return what the head computed, and None after other stages."""
+        """Take the batches of a step through its stage; return what the head computed, and None
+        after other stages.
+        """
         stage = step[0].stage
         name, layer = self._stages[stage], self._layer_of(stage)
         if name == HEAD:
@@ -468,7 +541,11 @@ class Executor:
             if layer is None:
                 state = self._begin(step[0], current)
                 metadata = state.metadata
-                self._end(step[0], current, self._decoder.embed(weights, metadata.token_ids, metadata.positions))
+                self._end(
+                    step[0],
+                    current,
+                    self._decoder.embed(weights, metadata.token_ids, metadata.positions),
+                )
                 return None
             left = deque(step)
             while left:
@@ -477,12 +554,17 @@ class Executor:
                 with closing(self._decoder.layer(weights, layer, batches)) as outputs:
                     for item, hidden in zip(done, outputs):
                         state = current.states[item.batch]
-                        state.sums.append(hidden.sum(-1, dtype=torch.float32))  # which meets every element
+                        # which meets every element
+                        state.sums.append(hidden.sum(-1, dtype=torch.float32))
                         self._end(item, current, hidden)
         return None
 
-    def _layer_batches(self, layer: int, left: deque[WorkItem], current: _Pass) -> abc.Iterator[LayerBatch]:
-        """Take items from the left as long as there is room for their batches to wait for a layer's experts."""
+    def _layer_batches(
+        self, layer: int, left: deque[WorkItem], current: _Pass
+    ) -> abc.Iterator[LayerBatch]:
+        """Take items from the left as long as there is room for their batches to wait for a layer's
+        experts.
+        """
         decoder, first, room = self._decoder, left[0], float(self.expert_tokens)
         copies = decoder.config.waiting_copies
         # The longest is workspace, but is stored while others still wait.
@@ -491,7 +573,9 @@ class Executor:
             item, tokens = left[0], current.batches[left[0].batch].num_tokens
             num_bytes, at_rest = tokens * self._hidden_bytes, tokens / copies
             if item is not spared:  # it leaves its rest only within the layer
-                fits = tokens + at_rest <= room and self._activations.wait(item.batch, copies * num_bytes)
+                fits = tokens + at_rest <= room and self._activations.wait(
+                    item.batch, copies * num_bytes
+                )
                 if not fits and item is not first:
                     return
                 spared = spared if fits else item
@@ -499,12 +583,16 @@ class Executor:
             state = self._begin(left.popleft(), current)
             if item is spared and (left or item is not first):
                 self._activations.wait(item.batch, num_bytes)
-            attend = LayerAttention(state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache)
+            attend = LayerAttention(
+                state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache
+            )
             batch, state.hidden = LayerBatch(state.hidden, state.rotary, attend), None
             yield batch
 
     def _end(self, item: WorkItem, current: _Pass, hidden: Tensor) -> None:
-        """Keep the hidden states behind a stage: where they are if the batch goes on, else with the others."""
+        """Keep the hidden states behind a stage: where they are if the batch goes on, else with the
+        others.
+        """
         state = current.states[item.batch]
         state.hidden = hidden
         if self._observer is not None:
@@ -517,7 +605,9 @@ class Executor:
             self._store(item, state)  # store_activation(i, j, k), done in the background
 
     def _layer_of(self, stage: int) -> int | None:
-        """Return the layer, counted from the first one here, that a stage is; None for embedding and head."""
+        """Return the layer, counted from the first one here, that a stage is; None for embedding
+        and head.
+        """
         return None if self._stages[stage] in (EMBED, HEAD) else stage - self._config.has_embedding
 
     def _store(self, item: WorkItem, state: _BatchState) -> None:
@@ -548,7 +638,10 @@ class Executor:
         num_tokens = len(metadata.token_ids.on_device)
         self._note_workspace(
             self._workspace.layer(
-                num_tokens, metadata.longest_prompt, metadata.cached_positions, metadata.largest_prefix
+                num_tokens,
+                metadata.longest_prompt,
+                metadata.cached_positions,
+                metadata.largest_prefix,
             )
         )
         return _BatchState(metadata, self._config.layers_before)
@@ -562,21 +655,30 @@ class Executor:
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
         results = [state.check_finite().double()]
-        # As many uses of the head as the prefetcher was told of, which counted positions, not predictions.
+        # As many uses of the head as the prefetcher was told of, which counted positions, not
+        # predictions.
         for number in range(self._num_head_uses(batch)):
             with self._weights.stage(self._stages[-1]) as weights:
-                part = predictions[number * self._head_positions : (number + 1) * self._head_positions]
+                part = predictions[
+                    number * self._head_positions : (number + 1) * self._head_positions
+                ]
                 results.append(self._predict(weights, state.hidden, part, head.num_top))
         head.values = torch.cat(results).tolist()
         return head
 
     def _num_head_uses(self, batch: Batch) -> int:
         """Return in how many slices of positions a batch passes the head."""
-        positions = sum(item.sequence.num_draws + len(item.sequence.targets) for item in batch.scheduled)
+        positions = sum(
+            item.sequence.num_draws + len(item.sequence.targets) for item in batch.scheduled
+        )
         return -(-positions // self._head_positions)
 
-    def _predict(self, weights: StageWeights, hidden: Tensor, predictions: list[Prediction], num_top: int) -> Tensor:
-        """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has them all."""
+    def _predict(
+        self, weights: StageWeights, hidden: Tensor, predictions: list[Prediction], num_top: int
+    ) -> Tensor:
+        """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has
+        them all.
+        """
         positions = [prediction.position for prediction in predictions]
         targets = [prediction.target or 0 for prediction in predictions]
         drawn = {i: p.sampling for i, p in enumerate(predictions) if p.sampling is not None}
@@ -585,7 +687,9 @@ class Executor:
         self._note_workspace(self._workspace.head(len(hidden), len(predictions)))
         if self._observer is not None and len(drawn) < len(predictions):
             scored = [i for i in range(len(predictions)) if i not in drawn]
-            self._observer.on_logits([predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits)
+            self._observer.on_logits(
+                [predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits
+            )
         if len(drawn) == len(predictions):
             tokens = self._draw(logits, [*drawn.values()])
         elif drawn:
@@ -597,7 +701,11 @@ class Executor:
             columns += [ids, most - normalizers]
         if any(prediction.needs_argmax for prediction in predictions):
             greedy = greedy_tokens(logits)  # as drawn at temperature 0; drawn tokens are kept
-            tokens = greedy if not drawn else greedy.index_copy(0, drawn_rows, tokens.index_select(0, drawn_rows))
+            tokens = (
+                greedy
+                if not drawn
+                else greedy.index_copy(0, drawn_rows, tokens.index_select(0, drawn_rows))
+            )
         return torch.cat([tokens[:, None].double(), *columns], 1).flatten()  # all become float64
 
     def _draw(self, logits: Tensor, sampling: list[SamplingParams]) -> Tensor:
@@ -614,7 +722,8 @@ class Executor:
 
 
 def _charge(states: abc.Iterable[_BatchState], since: float) -> float:
-    """Charge the seconds since `since` to batches in proportion to their items; return the time now.
+    """Charge the seconds since `since` to batches in proportion to their items; return the time
+    now.
 
     A device computes behind the host, which has just waited for it.
     """

@@ -1,4 +1,6 @@
-"""The digest of all that a result depends on besides the request. Importing it does not import torch."""
+"""The digest of all that a result depends on besides the request. Importing it does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def engine_fingerprint(
     dtype: torch.dtype,
     bits: Sequence[str] | None = None,
 ) -> str:
-    """Return the digest by which responses are cached: of all that a result depends on besides the request.
+    """Return the digest by which responses are cached: of all that a result depends on besides the
+    request.
 
     Where modules of `transformers` compute, their files are part of it.
     bits: of another machine (`what_decides_bits`); None for those of this one.
@@ -43,17 +46,29 @@ def engine_fingerprint(
     code = (digest,) if (digest := checkpoint.config.values_digest) else ()
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
     return _digest(
-        checkpoint.fingerprint, tokenizer, options, (device_type, *code, *_texts(generation)), str(dtype), bits
+        checkpoint.fingerprint,
+        tokenizer,
+        options,
+        (device_type, *code, *_texts(generation)),
+        str(dtype),
+        bits,
     )
 
 
-def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: EngineConfig) -> str | None:
-    """Return `engine_fingerprint` of an engine that would be loaded, known without torch; None where it takes torch.
+def quick_engine_fingerprint(
+    name_or_path: str | os.PathLike[str], options: EngineConfig
+) -> str | None:
+    """Return `engine_fingerprint` of an engine that would be loaded, known without torch; None
+    where it takes torch.
 
-    It does on a GPU, whose dtype is measured, on the ranks of a pipeline, and for the weights of which
-    `quick_fingerprint` returns None.
+    It does on a GPU, whose dtype is measured, on the ranks of a pipeline, and for the weights of
+    which `quick_fingerprint` returns None.
     """
-    device = "cpu" if options.device == "sim" or (options.device == "auto" and why_no_cuda()) else options.device
+    device = (
+        "cpu"
+        if options.device == "sim" or (options.device == "auto" and why_no_cuda())
+        else options.device
+    )
     if device != "cpu" or options.weights == "dummy" or rank_of_process() is not None:
         return None
     resolved = resolve(name_or_path, options.revision)
@@ -61,7 +76,9 @@ def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: Engi
     if (weights := quick_fingerprint(resolved, path)) is None:
         return None
     path = path.parent if path.suffix == ".safetensors" else path
-    generation = read_generation_settings(path if path.is_dir() else None, options.generation_config)
+    generation = read_generation_settings(
+        path if path.is_dir() else None, options.generation_config
+    )
     return _digest(
         weights,
         Tokenizer.from_path(path),
@@ -73,14 +90,26 @@ def quick_engine_fingerprint(name_or_path: str | os.PathLike[str], options: Engi
 
 
 def what_decides_bits(options: EngineConfig) -> tuple[str, ...]:
-    """Return what decides the bits of answers that do not follow their batch: processor, and digests of the loops."""
-    return (processor_kind(), own_digest("kernels"), own_digest("quant")) if options.batch_invariant else ()
+    """Return what decides the bits of answers that do not follow their batch: processor, and
+    digests of the loops.
+    """
+    return (
+        (processor_kind(), own_digest("kernels"), own_digest("quant"))
+        if options.batch_invariant
+        else ()
+    )
 
 
 def _texts(generation: GenerationSettings) -> tuple[str, ...]:
-    """Return what settings add to a digest, of which `config.json` is a part already; often nothing."""
+    """Return what settings add to a digest, of which `config.json` is a part already; often
+    nothing.
+    """
     ends = sorted(generation.eos_ids) if generation.path and generation.path.name != CONFIG else []
-    return (json.dumps([generation.applied, ends], sort_keys=True),) if generation.applied or ends else ()
+    return (
+        (json.dumps([generation.applied, ends], sort_keys=True),)
+        if generation.applied or ends
+        else ()
+    )
 
 
 def _digest(
@@ -94,6 +123,8 @@ def _digest(
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
     precision = options.chosen_precision.label
-    known = text_of((RESULTS_VERSION, weights, vocabulary, precision, *components, *unverified, *bits))
+    known = text_of(
+        (RESULTS_VERSION, weights, vocabulary, precision, *components, *unverified, *bits)
+    )
     # The dtype has no quotes, as torch prints it.
     return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()

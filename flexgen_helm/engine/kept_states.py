@@ -1,8 +1,10 @@
-"""Hidden states of a long pass on the disk: a stopped run goes on behind the layer that they are of.
+"""Hidden states of a long pass on the disk: a stopped run goes on behind the layer that they are
+of.
 
-Where nobody decodes, a pass takes all prompts through a layer before the next one, and keeps one layer of the cache. So
-between two layers the hidden states are all that there is of it. They are stored by sequence: a run that goes on with
-the same prompts finds them, however it divides these into batches.
+Where nobody decodes, a pass takes all prompts through a layer before the next one, and keeps one
+layer of the cache. So between two layers the hidden states are all that there is of it. They are
+stored by sequence: a run that goes on with the same prompts finds them, however it divides these
+    into batches.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ class KeptStates:
     num_read: sequences that went on from it.
     """
 
-    def __init__(self, folder: Path, fingerprint: str, disk: Ledger, on_keep: Callable[[], None]) -> None:
-        """fingerprint: of the engine; disk: the file counts there; on_keep: called when all states are stored."""
+    def __init__(
+        self, folder: Path, fingerprint: str, disk: Ledger, on_keep: Callable[[], None]
+    ) -> None:
+        """fingerprint: of the engine; disk: the file counts there; on_keep: called when all states
+        are stored.
+        """
         self.path = folder / f"hidden-{hashlib.sha256(fingerprint.encode()).hexdigest()[:16]}"
         self._disk, self._on_keep = disk, on_keep
         self._claim: Allocation | None = None
@@ -47,31 +53,45 @@ class KeptStates:
         self.num_read = 0
 
     def first_stage(self, batches: Sequence[Batch]) -> int:
-        """Return the first stage that is to be computed of all batches: 0, or behind states that are stored whole."""
+        """Return the first stage that is to be computed of all batches: 0, or behind states that
+        are stored whole.
+        """
         items = [item for batch in batches for item in batch.scheduled]
         try:
             with self.path.open("rb") as file:
                 file.seek(-_END_BYTES, os.SEEK_END)
                 file.seek(int.from_bytes(file.read(_END_BYTES), "little"))
                 self._index = json.loads(file.read()[:-_END_BYTES])
-                for at, num_bytes, checksum in [self._index["sequences"][_key(item)] for item in items]:
+                for at, num_bytes, checksum in [
+                    self._index["sequences"][_key(item)] for item in items
+                ]:
                     file.seek(at)
                     if zlib.crc32(file.read(num_bytes)) != checksum:
                         return 0
             return int(self._index["stage"]) + 1
-        except (OSError, ValueError, KeyError, TypeError):  # there is none, of other prompts, or a damaged one
+        # there is none, of other prompts, or a damaged one
+        except (OSError, ValueError, KeyError, TypeError):
             return 0
 
     def read(self, batch: Batch, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [T, width] of a batch, and the layer after which a value was not finite [T]."""
+        """Return the hidden states [T, width] of a batch, and the layer after which a value was not
+        finite [T].
+        """
         parts = []
         with self.path.open("rb") as file:
             for item in batch.scheduled:
                 at, num_bytes, _ = self._index["sequences"][_key(item)]
                 file.seek(at)
                 data = torch.frombuffer(bytearray(file.read(num_bytes)), dtype=torch.uint8)
-                hidden, nonfinite = data.split([item.count * width * dtype.itemsize, item.count * torch.int64.itemsize])
-                parts.append((hidden.clone().view(dtype).view(-1, width), nonfinite.clone().view(torch.int64)))
+                hidden, nonfinite = data.split(
+                    [item.count * width * dtype.itemsize, item.count * torch.int64.itemsize]
+                )
+                parts.append(
+                    (
+                        hidden.clone().view(dtype).view(-1, width),
+                        nonfinite.clone().view(torch.int64),
+                    )
+                )
         self.num_read += len(parts)
         hidden, nonfinite = map(torch.cat, zip(*parts))
         return hidden, nonfinite
@@ -79,15 +99,19 @@ class KeptStates:
     def is_due(self) -> bool:
         return time.perf_counter() - self._kept_at >= self._every_s
 
-    def keep(self, stage: int, states: Iterable[tuple[Batch, Tensor, Tensor]], total_bytes: int) -> None:
-        """Store the states behind a stage, as `read` returns them; a disk without room ends the keeping, not the run.
+    def keep(
+        self, stage: int, states: Iterable[tuple[Batch, Tensor, Tensor]], total_bytes: int
+    ) -> None:
+        """Store the states behind a stage, as `read` returns them; a disk without room ends the
+        keeping, not the run.
 
         total_bytes: of all states.
         """
         began, partial = time.perf_counter(), self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             if self._claim is None:
-                self._claim = self._disk.claim("activations", 2 * total_bytes)  # the last file, and the one before it
+                # the last file, and the one before it
+                self._claim = self._disk.claim("activations", 2 * total_bytes)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
                 sequences = {}
@@ -95,9 +119,15 @@ class KeptStates:
                     counts = [item.count for item in batch.scheduled]
                     parts = zip(hidden.cpu().split(counts), nonfinite.cpu().long().split(counts))
                     for item, (rows, layers) in zip(batch.scheduled, parts):
-                        data = [x.contiguous().view(torch.uint8).numpy().data for x in (rows, layers)]
+                        data = [
+                            x.contiguous().view(torch.uint8).numpy().data for x in (rows, layers)
+                        ]
                         num_bytes = sum(part.nbytes for part in data)
-                        sequences[_key(item)] = file.tell(), num_bytes, zlib.crc32(data[1], zlib.crc32(data[0]))
+                        sequences[_key(item)] = (
+                            file.tell(),
+                            num_bytes,
+                            zlib.crc32(data[1], zlib.crc32(data[0])),
+                        )
                         file.writelines(data)
                 end = file.tell()
                 file.write(json.dumps({"stage": stage, "sequences": sequences}).encode())

@@ -1,4 +1,6 @@
-"""Apply a model's generation settings to logits, by the processors that `generate` of transformers makes of them."""
+"""Apply a model's generation settings to logits, by the processors that `generate` of transformers
+makes of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class LogitsProcessors:
     """What `generate` does to the logits of one sequence before it takes a token."""
 
     def __init__(
-        self, settings: GenerationSettings, eos_ids: Collection[int], vocab_size: int, device: torch.device
+        self,
+        settings: GenerationSettings,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         """Try the settings once. Raises `CheckpointError` if transformers does not take them.
 
@@ -40,18 +46,34 @@ class LogitsProcessors:
         self._config: Any = GenerationConfig()
         for name, value in applied.items():
             setattr(self._config, name, value)
-        self._config._eos_token_tensor = torch.tensor(sorted(eos_ids), device=device) if eos_ids else None
+        self._config._eos_token_tensor = (
+            torch.tensor(sorted(eos_ids), device=device) if eos_ids else None
+        )
         try:
             for temperature in (0.0, 1.0):
-                self(torch.zeros(1, vocab_size, device=device), [SamplingParams(temperature, 1.0, 0, None, (0, 0))])
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                self(
+                    torch.zeros(1, vocab_size, device=device),
+                    [SamplingParams(temperature, 1.0, 0, None, (0, 0))],
+                )
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise CheckpointError(
                 f"transformers cannot apply the generation settings of {settings.path}: {error}; "
                 "--generation-config ignore leaves them out"
             ) from error
 
-    def __call__(self, logits: Tensor, sampling: Sequence[SamplingParams]) -> tuple[Tensor, list[SamplingParams]]:
-        """Return new logits [R, V], and how to draw from each row; a row does not depend on the others."""
+    def __call__(
+        self, logits: Tensor, sampling: Sequence[SamplingParams]
+    ) -> tuple[Tensor, list[SamplingParams]]:
+        """Return new logits [R, V], and how to draw from each row; a row does not depend on the
+        others.
+        """
         rows, left = [], []
         for row, params in zip(logits.split(1), sampling):
             if params.forced is None:
@@ -65,7 +87,10 @@ class LogitsProcessors:
         config.do_sample = warps
         if warps:
             # The order is that of transformers: temperature, top_k, top_p, and the rest.
-            config.temperature, config.top_p = max(params.temperature, _LEAST_TEMPERATURE), params.top_p
+            config.temperature, config.top_p = (
+                max(params.temperature, _LEAST_TEMPERATURE),
+                params.top_p,
+            )
             params = replace(params, temperature=1.0, top_p=1.0)
         tokens = torch.tensor([[*params.prompt, *params.drawn]], device=self._device)
         length = len(params.prompt)

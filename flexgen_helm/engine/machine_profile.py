@@ -1,7 +1,9 @@
-"""The profile of this machine: measured once, saved below `FLEXGEN_HELM_HOME`, measured again if the machine changes.
+"""The profile of this machine: measured once, saved below `FLEXGEN_HELM_HOME`, measured again if
+the machine changes.
 
-A profile that was measured while other programs computed is saved with a mark. It is used until the machine is quiet,
-and then replaced: so a busy machine is not measured again by every process, and no plan believes its rates for ever.
+A profile that was measured while other programs computed is saved with a mark. It is used until the
+machine is quiet, and then replaced: so a busy machine is not measured again by every process, and
+    no plan believes its rates for ever.
 """
 
 from __future__ import annotations
@@ -75,7 +77,11 @@ def measured_profile(*, folder: Path | None = None, fresh: bool = False) -> Hard
 def _usable(folder: Path) -> HardwareProfile | None:
     """Return what is saved, unless a quiet machine can now be measured better."""
     saved = load_saved(folder)
-    return saved.profile if saved is not None and (not saved.is_marked or busy_share() > _BUSY_SHARE) else None
+    return (
+        saved.profile
+        if saved is not None and (not saved.is_marked or busy_share() > _BUSY_SHARE)
+        else None
+    )
 
 
 def measure(folder: Path) -> HardwareProfile:
@@ -92,8 +98,9 @@ def _measured_now(folder: Path) -> HardwareProfile:
     if measured.is_marked:
         report(
             Message(
-                f"other programs take {measured.busy_share:.0%} of the processors, so the measured rates are too low; "
-                "they are replaced when the machine is quiet: run `flexgen-helm profile` then"
+                f"other programs take {measured.busy_share:.0%} of the processors, so the measured "
+                "rates are too low; they are replaced when the machine is quiet: run `flexgen-helm "
+                "profile` then"
             )
         )
     save(measured, folder)
@@ -101,7 +108,9 @@ def _measured_now(folder: Path) -> HardwareProfile:
 
 
 def busy_share() -> float:
-    """Return the share of all processors' time that other programs take, watched for half a second."""
+    """Return the share of all processors' time that other programs take, watched for half a
+    second.
+    """
     earlier = read_cpu_times()
     time.sleep(_WATCHED_S)
     return busy_cores(earlier, read_cpu_times()) / (psutil.cpu_count() or 1)
@@ -136,7 +145,9 @@ def machine_identity(folder: Path) -> dict[str, Any]:
     """Return what a profile depends on: if one of these differs, the machine is measured again."""
     from importlib.metadata import version
 
-    flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
+    flags = next(
+        (line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), ""
+    )
     return {
         "version": _VERSION,
         "processor": processor_name(),
@@ -152,13 +163,22 @@ def machine_identity(folder: Path) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    models = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    models = (
+        line.partition(":")[2].strip()
+        for line in _lines("/proc/cpuinfo")
+        if line.startswith("model name")
+    )
     return next(models, platform.processor())
 
 
 def _path() -> Path:
-    """Return the file of this process's profile: ranks of a pipeline may compute on GPUs of several models."""
-    rank, models = rank_of_process(), {line for gpu in _gpus() for line in gpu if line.startswith("Model:")}
+    """Return the file of this process's profile: ranks of a pipeline may compute on GPUs of several
+    models.
+    """
+    rank, models = (
+        rank_of_process(),
+        {line for gpu in _gpus() for line in gpu if line.startswith("Model:")},
+    )
     number = rank.local_number if rank is not None and len(models) > 1 else 0
     return state_dir() / (f"profile-gpu{number}.json" if number else "profile.json")
 
@@ -175,9 +195,11 @@ def _lines(path: str | Path) -> list[str]:
         return []
 
 
-# The machine's profile as one engine has it: with its own tiers, and with a gpu that it simulates. No torch.
+# The machine's profile as one engine has it: with its own tiers, and with a gpu that it simulates.
+# No torch.
 
-# Names another profile than this machine's measured one: a shipped machine, or a file that `profile -o` wrote.
+# Names another profile than this machine's measured one: a shipped machine, or a file that
+# `profile -o` wrote.
 HARDWARE_VARIABLE = "FLEXGEN_HELM_HARDWARE"
 
 
@@ -188,7 +210,11 @@ class EngineProfile:
     """
 
     def __init__(
-        self, limits: Mapping[Tier, int], folder: Path, options: EngineConfig, link: CopyEngine | None
+        self,
+        limits: Mapping[Tier, int],
+        folder: Path,
+        options: EngineConfig,
+        link: CopyEngine | None,
     ) -> None:
         """Check the profile that `HARDWARE_VARIABLE` names; measure nothing yet.
 
@@ -207,7 +233,8 @@ class EngineProfile:
         return self._link is None or self._link.pins
 
     def profile(self, measure: bool) -> HardwareProfile | None:
-        """Return the profile; None where none is saved and `measure` is false, or the machine cannot be measured.
+        """Return the profile; None where none is saved and `measure` is false, or the machine
+        cannot be measured.
 
         A full disk or device, for example, must not end a run: that is said once.
         """
@@ -219,7 +246,9 @@ class EngineProfile:
             self._known = self._adapted(measured_profile(folder=self._folder))
         except (FlexgenError, OSError, RuntimeError) as error:
             self._cannot_be_measured = True
-            report(Message(f"this machine cannot be measured, so nothing is planned: {explain(error)}"))
+            report(
+                Message(f"this machine cannot be measured, so nothing is planned: {explain(error)}")
+            )
         return self._known
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:
@@ -230,8 +259,8 @@ class EngineProfile:
             profile = simulated_gpu(profile, options.link_gb_s, options.disk_gb_s)
         if profile.gpu is None and self._link is not None:
             raise UsageError(
-                f"the hardware {profile.name!r} has 0 GPUs and --device is cuda: run `flexgen-helm profile`, or name "
-                f"another with {HARDWARE_VARIABLE}"
+                f"the hardware {profile.name!r} has 0 GPUs and --device is cuda: run `flexgen-helm "
+                f"profile`, or name another with {HARDWARE_VARIABLE}"
             )
         # Limits follow from what is free now; a saved profile may have seen less.
         cpu, disk, gpu = profile.cpu, profile.disk, profile.gpu

@@ -35,7 +35,8 @@ class OpenedModel:
     name: what the user calls it.
     chat: how prompts and messages are rendered; None without a tokenizer.
     link: copies to and from the device; None where the host computes.
-    why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU without bfloat16.
+    why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU
+        without bfloat16.
     compute_dtype: of products; None for the fastest (`kernels.products`).
     """
 
@@ -69,15 +70,21 @@ class OpenedModel:
         return self.link is not None and self.device.type == "cpu"
 
     def fingerprint(self, dtype: torch.dtype) -> str:
-        """Return the digest of all that a result depends on besides the request; dtype: of products."""
-        return engine_fingerprint(self.checkpoint, self.tokenizer, self.options, self.device.type, dtype)
+        """Return the digest of all that a result depends on besides the request; dtype: of
+        products.
+        """
+        return engine_fingerprint(
+            self.checkpoint, self.tokenizer, self.options, self.device.type, dtype
+        )
 
     def in_float32(self, reason: Float16Error, rank: Rank) -> OpenedModel:
         """Return the model as it is loaded after values were met that float16 does not have."""
         self.checkpoint.read_as_float16(False)
         report(Message(f"products are in float32, which takes longer: {reason}"))
         _, link = open_device(self.options.device, self.options.link_gb_s, rank)
-        return replace(self, link=link, why_not_float16=f"the GPU has no bfloat16 products, and {reason}")
+        return replace(
+            self, link=link, why_not_float16=f"the GPU has no bfloat16 products, and {reason}"
+        )
 
 
 def open_model(
@@ -95,16 +102,28 @@ def open_model(
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
     if ignored := checkpoint.ignored_settings:
         generation = replace(generation, ignored=ignored)
-        report(Message(f"settings of {name} that change nothing here, as in llama.cpp's library: {', '.join(ignored)}"))
-    chat = None if tokenizer is None else chat_format(tokenizer, options.chat, name, resolved.is_base)
+        report(
+            Message(
+                f"settings of {name} that change nothing here, as in llama.cpp's library: "
+                f"{', '.join(ignored)}"
+            )
+        )
+    chat = (
+        None if tokenizer is None else chat_format(tokenizer, options.chat, name, resolved.is_base)
+    )
     why_not_float16 = read_as_float16_if_faster(device, checkpoint)
-    return OpenedModel(name, options, checkpoint, tokenizer, chat, device, link, why_not_float16, generation)
+    return OpenedModel(
+        name, options, checkpoint, tokenizer, chat, device, link, why_not_float16, generation
+    )
 
 
-def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: EngineConfig) -> str | None:
+def fingerprint_before_loading(
+    name_or_path: str | os.PathLike[str], options: EngineConfig
+) -> str | None:
     """Return the fingerprint of the engine that would be loaded, without its weights.
 
-    None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a pipeline.
+    None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a
+        pipeline.
     """
     if rank_of_process() is not None or compute_device(options.device).type != "cpu":
         return None
@@ -114,9 +133,14 @@ def fingerprint_before_loading(name_or_path: str | os.PathLike[str], options: En
 
 
 def fingerprint_elsewhere(
-    name_or_path: str | os.PathLike[str], options: EngineConfig, device: str, dtype: str, bits: Sequence[str]
+    name_or_path: str | os.PathLike[str],
+    options: EngineConfig,
+    device: str,
+    dtype: str,
+    bits: Sequence[str],
 ) -> str | None:
-    """Return the fingerprint that the engine has where products are in `dtype` on a `device`; None for no such type.
+    """Return the fingerprint that the engine has where products are in `dtype` on a `device`; None
+    for no such type.
 
     bits: what decides them there (`what_decides_bits`).
     """
@@ -128,11 +152,15 @@ def fingerprint_elsewhere(
     return engine_fingerprint(checkpoint, tokenizer, options, device_type, kind, bits)
 
 
-def open_files(resolved: ResolvedModel, options: EngineConfig) -> tuple[Checkpoint, Tokenizer | None]:
+def open_files(
+    resolved: ResolvedModel, options: EngineConfig
+) -> tuple[Checkpoint, Tokenizer | None]:
     """Open a checkpoint and its tokenizer."""
     report(ProgressPhase("open", resolved.name))
     checkpoint = open_checkpoint(resolved, weights=options.weights, seed=options.seed)
     stop_point()
-    tokenizer = Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
+    tokenizer = (
+        Tokenizer.from_path(checkpoint.tokenizer_path) if checkpoint.tokenizer_path else None
+    )
     stop_point()
     return checkpoint, tokenizer

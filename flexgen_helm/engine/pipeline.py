@@ -5,8 +5,9 @@
     rank r           hidden states               -> rank r + 1
     the last rank    tokens, log-probabilities   -> all ranks
 
-Messages between two ranks arrive in the order in which they were sent. A lost rank closes its connections, so every
-wait for it ends with an error; those who wait for others follow, because each rank that fails ends too.
+Messages between two ranks arrive in the order in which they were sent. A lost rank closes its
+connections, so every wait for it ends with an error; those who wait for others follow, because each
+rank that fails ends too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: imported later, the defaults of its functions would keep the group until exit
+
+# now: imported later, the defaults of its functions would keep the group until exit
+import torch.distributed.nn
 from torch import Tensor
 
 from flexgen_helm.concurrency import single_flight
@@ -46,7 +49,8 @@ _FAILURE = "flexgen_helm/failure"
 
 
 class Pipeline:
-    """This process's rank of a pipeline. A process that has the whole model is a pipeline of one, and sends nothing.
+    """This process's rank of a pipeline. A process that has the whole model is a pipeline of one,
+    and sends nothing.
 
     lock: held from a command to its last message, because all engines share the connections.
     num_engines: that were opened so far.
@@ -60,7 +64,10 @@ class Pipeline:
         self._failed: PipelineError | None = None
         self._common_error: FlexgenError | None = None
         # Works that are under way, with what they send, by tag.
-        self._sent: dict[int, deque[tuple[dist.Work, Tensor]]] = {_HIDDEN: deque(), _VALUES: deque()}
+        self._sent: dict[int, deque[tuple[dist.Work, Tensor]]] = {
+            _HIDDEN: deque(),
+            _VALUES: deque(),
+        }
 
     @property
     def is_whole(self) -> bool:
@@ -76,7 +83,9 @@ class Pipeline:
 
     @contextmanager
     def command(self, name: str, *arguments: object) -> Iterator[None]:
-        """Let all ranks do what this one does in the context, one command at a time: see `follow`."""
+        """Let all ranks do what this one does in the context, one command at a time: see
+        `follow`.
+        """
         if self.is_whole:
             yield
             return
@@ -108,7 +117,8 @@ class Pipeline:
         return values
 
     def agree(self, value: T | FlexgenError) -> list[T]:
-        """Return what all ranks have, in their order; if one has an error, raise the first of them on every rank.
+        """Return what all ranks have, in their order; if one has an error, raise the first of them
+        on every rank.
 
         An error that was raised here is one that all ranks have: it is only raised again.
         """
@@ -124,21 +134,30 @@ class Pipeline:
 
     def record(self, num_lanes: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a run's record says of the ranks; record: what it says of this one."""
-        return {} if self.is_whole else {"pipeline": {"lanes": num_lanes, "ranks": self.gather(record)}}
+        return (
+            {}
+            if self.is_whole
+            else {"pipeline": {"lanes": num_lanes, "ranks": self.gather(record)}}
+        )
 
     # Plans
 
     def plan(self, plan: Callable[[Schedule | None], RunPlan]) -> RunPlan:
-        """Return this rank's plan within limits that suit all ranks; one that cannot plan ends the run on all.
+        """Return this rank's plan within limits that suit all ranks; one that cannot plan ends the
+        run on all.
 
         plan: makes this rank's, by a schedule that must be followed if one is given.
         """
         plans = self._plans(plan, None)
         if len({found.schedule.is_single_pass for found in plans}) > 1:
             plans = self._plans(plan, ZIGZAG)  # all can follow that
-        return replace(plans[self.rank.number], limits=common_limits([found.limits for found in plans]))
+        return replace(
+            plans[self.rank.number], limits=common_limits([found.limits for found in plans])
+        )
 
-    def _plans(self, plan: Callable[[Schedule | None], RunPlan], schedule: Schedule | None) -> list[RunPlan]:
+    def _plans(
+        self, plan: Callable[[Schedule | None], RunPlan], schedule: Schedule | None
+    ) -> list[RunPlan]:
         try:
             return self.agree(plan(schedule))
         except FlexgenError as error:
@@ -154,7 +173,9 @@ class Pipeline:
         nonfinite_layer: [T], the first layer after which a value was not finite.
         """
         numbers = torch.cat((nonfinite_layer, nonfinite_layer.new_tensor([checksum])))
-        message = torch.cat((numbers.view(torch.uint8), hidden.contiguous().view(-1).view(torch.uint8)))
+        message = torch.cat(
+            (numbers.view(torch.uint8), hidden.contiguous().view(-1).view(torch.uint8))
+        )
         self._send(message, self.rank.number + 1, _HIDDEN)
         while len(self._sent[_HIDDEN]) > _MAX_WAITING:
             self._wait(self._sent[_HIDDEN].popleft()[0])
@@ -162,23 +183,29 @@ class Pipeline:
     def receive_hidden(
         self, checksum: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Wait for a batch's hidden states [T, H] from the rank before; return them and `nonfinite_layer`.
+        """Wait for a batch's hidden states [T, H] from the rank before; return them and
+        `nonfinite_layer`.
 
         Raises `PipelineError` if that rank has computed other tokens.
         """
         num_numbers = 8 * (shape[0] + 1)
-        message = torch.empty(num_numbers + shape[0] * shape[1] * dtype.itemsize, dtype=torch.uint8, device=device)
+        message = torch.empty(
+            num_numbers + shape[0] * shape[1] * dtype.itemsize, dtype=torch.uint8, device=device
+        )
         self._receive(message, self.rank.number - 1, _HIDDEN)
         numbers = message[:num_numbers].view(torch.int64)
         if int(numbers[-1]) != checksum:
             raise PipelineError(
-                f"ranks {self.rank.number - 1} and {self.rank.number} of the pipeline have scheduled different tokens; "
-                "this is a bug of flexgen_helm, please report it with both ranks' output"
+                f"ranks {self.rank.number - 1} and {self.rank.number} of the pipeline have "
+                "scheduled different tokens; this is a bug of flexgen_helm, please report it with "
+                "both ranks' output"
             )
         return message[num_numbers:].view(dtype).view(shape), numbers[:-1]
 
     def send_values(self, values: list[float]) -> None:
-        """Send what the head has computed for a batch from the last rank to all before it, without waiting."""
+        """Send what the head has computed for a batch from the last rank to all before it, without
+        waiting.
+        """
         message = torch.tensor(values, dtype=torch.float64)
         for number in range(self.rank.size - 1):
             self._send(message, number, _VALUES)
@@ -218,10 +245,14 @@ class Pipeline:
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends; nothing can be sent or received afterwards."""
         if not self.is_whole:
-            self._end(f"rank {self.rank.number} of the pipeline ended: {error or type(error).__name__}")
+            self._end(
+                f"rank {self.rank.number} of the pipeline ended: {error or type(error).__name__}"
+            )
 
     def leave(self) -> None:
-        """Close the connections in good order, once all ranks do: rank 0 tells those that wait for it."""
+        """Close the connections in good order, once all ranks do: rank 0 tells those that wait for
+        it.
+        """
         with suppress(PipelineError), self.lock:
             self.send_command("end")
             self.flush()
@@ -254,7 +285,9 @@ class Pipeline:
 
 @single_flight
 def joined_pipeline() -> Pipeline | None:
-    """Return this process's pipeline, joined at the first call; None where torchrun has not started several."""
+    """Return this process's pipeline, joined at the first call; None where torchrun has not started
+    several.
+    """
     rank = rank_of_process()
     if rank is None:
         return None

@@ -1,7 +1,7 @@
 """Measure this machine: rates of processor, GPU, link and disk.
 
-Rates are those of the engine's own parts (its products, its attention, its files): the best of a few, on operands
-that no cache holds.
+Rates are those of the engine's own parts (its products, its attention, its files): the best of a
+few, on operands that no cache holds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,22 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import exact_size
 from flexgen_helm.hardware.host_memory import host_memory, keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, PROFILED, Curve, Disk, HardwareProfile, Link, Processor
-from flexgen_helm.kernels.attention import SegmentTable, TokenGroup, attend_segments, can_attend, can_attend_caches
+from flexgen_helm.hardware.profile import (
+    PRODUCT_BY_WEIGHT,
+    PROFILED,
+    Curve,
+    Disk,
+    HardwareProfile,
+    Link,
+    Processor,
+)
+from flexgen_helm.kernels.attention import (
+    SegmentTable,
+    TokenGroup,
+    attend_segments,
+    can_attend,
+    can_attend_caches,
+)
 from flexgen_helm.kernels.layer_rows import put_rows
 from flexgen_helm.kernels.products import linear
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
@@ -43,29 +57,31 @@ from flexgen_helm.quant.precisions import PRECISIONS
 
 _HOST = torch.device("cpu")
 
-# Rows of the inputs, and width of the square weights, that products are measured with. A device reads weights of the
-# host's width in less time than a launch takes.
+# Rows of the inputs, and width of the square weights, that products are measured with. A device
+# reads weights of the host's width in less time than a launch takes.
 _ROWS, _WIDTH, _DEVICE_WIDTH = (1, 4, 16, 64, 256, 1024, 4096), 2048, 8192
 # Bytes of operands that together exceed a processor's caches.
 _UNCACHED_BYTES = 96 << 20
 # Bytes of the measured files, of one transfer, and transfers at once.
 _FILE_BYTES, _CHUNK_BYTES, _TRANSFERS = 512 << 20, 16 << 20, 2
 _LINK_BYTES = 256 << 20
-# Heads, elements of a head, tokens, and decoding sequences of the measured attention: a GPU would spend most of the
-# time of short attention on starting its kernels.
+# Heads, elements of a head, tokens, and decoding sequences of the measured attention: a GPU would
+# spend most of the time of short attention on starting its kernels.
 _HOST_ATTENTION, _DEVICE_ATTENTION = (16, 64, 256, 32), (32, 128, 2048, 32)
-# The matrix that is dequantized, and tokens and heads of the cache that is quantized (100 launches): on a device both
-# take longer than launching them.
+# The matrix that is dequantized, and tokens and heads of the cache that is quantized (100
+# launches): on a device both take longer than launching them.
 _HOST_PACKED, _DEVICE_PACKED = (512, 2048), (16384, 8192)
 _HOST_QUANTIZED, _DEVICE_QUANTIZED = (256, 8, 64), (32768, 8, 128)
-# The model whose layers are measured, tokens of a prompt on a host, and positions of a decoding token's cache.
+# The model whose layers are measured, tokens of a prompt on a host, and positions of a decoding
+# token's cache.
 _LAYER_MODEL, _LAYER_TOKENS, _LAYER_POSITIONS = "smollm2-135m", 512, 64
 
 
 def measure(folder: Path) -> HardwareProfile:
     """Measure everything; writes and deletes a gigabyte in `folder`."""
     memory = host_memory()
-    keep_freed_memory()  # as an engine does: otherwise every product writes to memory that was never touched
+    # as an engine does: otherwise every product writes to memory that was never touched
+    keep_freed_memory()
     with torch.no_grad():
         cpu = _processor(torch.device("cpu"), memory.available, ("float32",))
         gpu = link = None
@@ -77,7 +93,9 @@ def measure(folder: Path) -> HardwareProfile:
         folder.mkdir(parents=True, exist_ok=True)
         disk, overlap = _disk(folder, torch.device("cuda" if gpu else "cpu"))
     return_freed_memory()
-    return HardwareProfile("measured", cpu, disk, gpu, link, overlap, sources={"everything": PROFILED})
+    return HardwareProfile(
+        "measured", cpu, disk, gpu, link, overlap, sources={"everything": PROFILED}
+    )
 
 
 def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -> Processor:
@@ -96,7 +114,9 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
         matmul_flops=_product_curves(device, dtypes, reads_16_bits),
         attention_flops=attention,
         attention_bytes_s=reading,
-        upcast_elements_s=_upcast_rate() if device.type == "cpu" and not reads_16_bits else math.inf,
+        upcast_elements_s=_upcast_rate()
+        if device.type == "cpu" and not reads_16_bits
+        else math.inf,
         dequantize_elements_s=unpacking,
         quantize_elements_s=packing,
         step_s=step_s,
@@ -105,18 +125,22 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
 
 
 def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
-    """Return the seconds of a layer besides its products, and the bytes a second that a long batch moves there.
+    """Return the seconds of a layer besides its products, and the bytes a second that a long batch
+    moves there.
 
-    A token is taken through layers whose weights come from memory, as they do in a pass: they leave nothing of what the
-    interpreter needs in the nearest caches. On a host the same products alone are taken off. On a device a layer of a
-    small model takes as long as its launches, those of products included, and a long one is bound by other rates.
+    A token is taken through layers whose weights come from memory, as they do in a pass: they leave
+    nothing of what the interpreter needs in the nearest caches. On a host the same products alone
+    are taken off. On a device a layer of a small model takes as long as its launches, those of
+    products included, and a long one is bound by other rates.
     """
 
     config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
     shapes = {name.removeprefix(f"{stage}."): shape for name, shape in config.stage_tensors(stage)}
     like: dict[str, Any] = {"device": device, "dtype": kind}
     vectors = {name: torch.ones(shape, **like) for name, shape in shapes.items() if len(shape) == 1}
-    sizes = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    sizes = {
+        name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
+    }
     decoder = decoder_of(config, device, kind)
 
     class Layer(StageWeights):
@@ -126,11 +150,15 @@ def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
 
         def __init__(self, tokens: int, multiplies: bool) -> None:
             needed = sizes.items() if multiplies else ()
-            self.matrices = {name: torch.randn(shape).to(device, torch.float16) for name, shape in needed}
+            self.matrices = {
+                name: torch.randn(shape).to(device, torch.float16) for name, shape in needed
+            }
             self._ready = {name: torch.randn(tokens, out) for name, (out, _) in sizes.items()}
 
         def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-            return tiled_linear(x, self.matrices[name], None) if self.matrices else self._ready[name]
+            return (
+                tiled_linear(x, self.matrices[name], None) if self.matrices else self._ready[name]
+            )
 
         def vector(self, name: str) -> torch.Tensor | None:
             return vectors.get(name)
@@ -164,7 +192,9 @@ def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
             layer.linear(name, inputs[width])
 
     inputs = {width: torch.randn(1, width) for _, width in sizes.values()}
-    rotary = {tokens: decoder.rotary(torch.arange(tokens, device=device)) for tokens in (1, _LAYER_TOKENS)}
+    rotary = {
+        tokens: decoder.rotary(torch.arange(tokens, device=device)) for tokens in (1, _LAYER_TOKENS)
+    }
     matrix_bytes = sum(2 * math.prod(shape) for shape in sizes.values())
     layers = [Layer(1, multiplies=True) for _ in range(max(1, _UNCACHED_BYTES // matrix_bytes))]
     step_s = _best([partial(pass_layer, layer, 1) for layer in layers], 5, device)
@@ -175,8 +205,12 @@ def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     return step_s, 4.0 * between_elements(config) * _LAYER_TOKENS / max(1e-6, long_s - step_s)
 
 
-def _product_curves(device: torch.device, dtypes: Sequence[str], reads_16_bits: bool) -> dict[str, Curve]:
-    """Measure the FLOP/s of products by rows of x; reads_16_bits: a host takes weights in 16 bits as they rest."""
+def _product_curves(
+    device: torch.device, dtypes: Sequence[str], reads_16_bits: bool
+) -> dict[str, Curve]:
+    """Measure the FLOP/s of products by rows of x; reads_16_bits: a host takes weights in 16 bits
+    as they rest.
+    """
 
     kinds = {name: (name, name) for name in dtypes}  # of a rate -> dtypes of x and of the weight
     if reads_16_bits:
@@ -197,7 +231,9 @@ def _product_curves(device: torch.device, dtypes: Sequence[str], reads_16_bits: 
 
 
 def _attention_rates(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
-    """Return the FLOP/s of a prompt's attention, and the bytes of the cache that decoding tokens read in a second."""
+    """Return the FLOP/s of a prompt's attention, and the bytes of the cache that decoding tokens
+    read in a second.
+    """
     heads, dim, tokens, group = _HOST_ATTENTION if device.type == "cpu" else _DEVICE_ATTENTION
     prompt = [torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(3)]
     q = torch.randn(group, heads, dim, device=device, dtype=kind)
@@ -212,7 +248,9 @@ def _attention_rates(device: torch.device, kind: torch.dtype) -> tuple[float, fl
 
 
 def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
-    """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T, Hk, D]."""
+    """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T,
+    Hk, D].
+    """
 
     scale, tokens = q.shape[-1] ** -0.5, len(q)
     if not can_attend(q, k, v):
@@ -222,17 +260,31 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calla
 
 
 def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
-    """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v [B, Hk, S, D]."""
+    """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v
+    [B, Hk, S, D].
+    """
 
     scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
     if can_attend_caches(k.device, k.dtype):
-        table = SegmentTable.of([TokenGroup(row, 1, cache=(row, 0)) for row in range(len(q))], [last] * len(q))
+        table = SegmentTable.of(
+            [TokenGroup(row, 1, cache=(row, 0)) for row in range(len(q))], [last] * len(q)
+        )
         return partial(attend_segments, q.float(), table.at(caches=(k, v)), scale)
-    return partial(attend_cached, q, k, v, AttentionConfig(scale), torch.full((len(q),), last, device=q.device), None)
+    return partial(
+        attend_cached,
+        q,
+        k,
+        v,
+        AttentionConfig(scale),
+        torch.full((len(q),), last, device=q.device),
+        None,
+    )
 
 
 def _upcast_rate() -> float:
-    """Return the elements a second from 16 bits to float32, in tiles of the size that the engine upcasts."""
+    """Return the elements a second from 16 bits to float32, in tiles of the size that the engine
+    upcasts.
+    """
     tile = torch.zeros(1 << 20)
     count = _UNCACHED_BYTES // 2 // tile.numel()
     weights = torch.zeros(count, tile.numel(), dtype=torch.float16)
@@ -245,10 +297,14 @@ def _packing_rates(device: torch.device, kind: torch.dtype) -> tuple[float, floa
     fmt, cache = PRECISIONS["4bit"].weights, PRECISIONS["4bit"].cache
     assert fmt is not None and cache is not None
     on_device = device.type == "cuda"
-    packed = quantize(torch.randn(_DEVICE_PACKED if on_device else _HOST_PACKED, device=device), fmt)
+    packed = quantize(
+        torch.randn(_DEVICE_PACKED if on_device else _HOST_PACKED, device=device), fmt
+    )
     copies = [packed, *(packed.clone() for _ in range(3))]  # beyond any cache of a device
     out = torch.empty(_DEVICE_PACKED if on_device else _HOST_PACKED, device=device, dtype=kind)
-    unpacking = out.numel() / _best([partial(dequantize_into, data, fmt, out) for data in copies], 3, device)
+    unpacking = out.numel() / _best(
+        [partial(dequantize_into, data, fmt, out) for data in copies], 3, device
+    )
     tokens, heads, dim = _DEVICE_QUANTIZED if on_device else _HOST_QUANTIZED
     codec = QuantizedCodec(cache, heads, dim, kind)
     k, v = (torch.randn(tokens, heads, dim, device=device, dtype=kind) for _ in range(2))
@@ -293,7 +349,8 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     size = min(_FILE_BYTES, free // 4 // _CHUNK_BYTES * _CHUNK_BYTES)
     if size < 4 * _CHUNK_BYTES:
         raise FlexgenError(
-            f"{folder} has {exact_size(free)} free, too little to measure its disk; name another with --offload-dir"
+            f"{folder} has {exact_size(free)} free, too little to measure its disk; name another "
+            "with --offload-dir"
         )
     buffers = [pages(_CHUNK_BYTES) for _ in range(2 * _TRANSFERS)]
     for buffer in buffers:
@@ -305,7 +362,9 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
         try:
             with ThreadPoolExecutor(2 * _TRANSFERS) as threads:
 
-                def side_by_side(transfer: Callable[[int, torch.Tensor], None], first: int) -> Callable[[], None]:
+                def side_by_side(
+                    transfer: Callable[[int, torch.Tensor], None], first: int
+                ) -> Callable[[], None]:
                     def some_chunks(number: int) -> None:
                         for offset in offsets[number::_TRANSFERS]:
                             transfer(offset, buffers[first + number])
@@ -315,14 +374,20 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
 
                     return all_chunks
 
-                fill, write = side_by_side(files[0].write, 0), side_by_side(files[1].write, _TRANSFERS)
+                fill, write = (
+                    side_by_side(files[0].write, 0),
+                    side_by_side(files[1].write, _TRANSFERS),
+                )
                 read = side_by_side(files[0].read, 0)
                 fill()
                 writing = _best([write], 2)
                 reading = _best([read], 3)
                 both = _best([lambda: _together(write, read)], 2)
                 access = _best([partial(files[0].read, 0, buffers[0][:4096])], 20)
-                x, weight = torch.randn(512, _WIDTH, device=device), torch.randn(_WIDTH, _WIDTH, device=device)
+                x, weight = (
+                    torch.randn(512, _WIDTH, device=device),
+                    torch.randn(_WIDTH, _WIDTH, device=device),
+                )
 
                 def compute(times: int) -> None:
                     for _ in range(times):

@@ -37,7 +37,9 @@ _REPORT_EVERY_S = 0.1
 
 
 class ResultCollector:
-    """The results of one call of `Engine.run`, each reported as soon as it is known, and the progress towards them."""
+    """The results of one call of `Engine.run`, each reported as soon as it is known, and the
+    progress towards them.
+    """
 
     def __init__(
         self,
@@ -101,11 +103,14 @@ class ResultCollector:
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
         done = self._num_finished, len(self._results)
         elapsed_s, stop_s = now - self.began, self._stop_s(now)
-        self._progress(Progress(tokens, round(total), *done, elapsed_s, {}, *self.at, stop_s=stop_s))
+        self._progress(
+            Progress(tokens, round(total), *done, elapsed_s, {}, *self.at, stop_s=stop_s)
+        )
 
 
 class Run:
-    """Some requests of one call of `Engine.run`: all of them, or a lane's where ranks of a pipeline take turns.
+    """Some requests of one call of `Engine.run`: all of them, or a lane's where ranks of a pipeline
+    take turns.
 
     halvings: how often batches were halved because memory ran out.
     num_preempted: how often a sequence gave its cache back and was computed again.
@@ -121,7 +126,9 @@ class Run:
         answers: ResultCollector,
         prefix_cost: PrefixCostModel,
     ) -> None:
-        """prefix_cost: what sharing a prefix costs; how much room there is follows from the plan's limits."""
+        """prefix_cost: what sharing a prefix costs; how much room there is follows from the plan's
+        limits.
+        """
         self._executor, self._cache, self._config = executor, executor.cache, executor.model.config
         self._limits, self._schedule = plan.limits, plan.schedule
         self._prefix_cost, self._answers = prefix_cost, answers
@@ -135,7 +142,8 @@ class Run:
         waiting = self._queue(requests)
         self.goes_on = bool(waiting)  # for certain, unless sequences end early
         self._scheduler = Scheduler(waiting, plan.limits, self._lengths)
-        self.expected_tokens = self._scheduler.expected_tokens()  # known before its lane's first turn
+        # known before its lane's first turn
+        self.expected_tokens = self._scheduler.expected_tokens()
         answers.runs.append(self)
 
     @property
@@ -144,12 +152,19 @@ class Run:
 
     @property
     def restart_s(self) -> float:
-        """Seconds of computing the prompts of unfinished answers again when an interrupted run goes on."""
-        return sum(request.restart_s for request in {sequence.request for sequence in self._scheduler.running})
+        """Seconds of computing the prompts of unfinished answers again when an interrupted run goes
+        on.
+        """
+        return sum(
+            request.restart_s
+            for request in {sequence.request for sequence in self._scheduler.running}
+        )
 
     @property
     def computed_tokens(self) -> float:
-        """Tokens computed so far; of a batch between two stages, the share that has been computed."""
+        """Tokens computed so far; of a batch between two stages, the share that has been
+        computed.
+        """
         begun = sum(batch.num_tokens * (items - 1) for batch, items in self._items_begun.items())
         return self._done_tokens + begun / self._executor.num_stages
 
@@ -163,7 +178,11 @@ class Run:
         if not batches:
             self.goes_on = False
             return False
-        at_once = sum(item.sequence.kind is not SequenceKind.SHARED_PREFIX for b in batches for item in b.scheduled)
+        at_once = sum(
+            item.sequence.kind is not SequenceKind.SHARED_PREFIX
+            for b in batches
+            for item in b.scheduled
+        )
         self.most_at_once = max(self.most_at_once, at_once)
         self.goes_on = self._scheduler.another_pass_follows(batches)
         self._answers.begin_pass()
@@ -224,14 +243,18 @@ class Run:
         requests: abc.Sequence[Request],
         waiting: list[Sequence],
     ) -> int:
-        """Append the sequences of a forest's members to `waiting`; return how many read all of `prefixes`."""
+        """Append the sequences of a forest's members to `waiting`; return how many read all of
+        `prefixes`.
+        """
         num_readers = 0
         for member in dict.fromkeys(members):  # the completions of a request come with it
             if isinstance(member, PrefixNode):
                 prefix = self._shared_prefix(member, prefixes, requests)
                 index = len(waiting)
                 waiting.append(prefix)
-                prefix.num_readers = self._add_sequences(member.members, (*prefixes, prefix), requests, waiting)
+                prefix.num_readers = self._add_sequences(
+                    member.members, (*prefixes, prefix), requests, waiting
+                )
                 if prefix.num_readers:
                     num_readers += prefix.num_readers + 1
                     prefix.requests = tuple(user for user in prefix.requests if user.error is None)
@@ -242,13 +265,17 @@ class Run:
                 continue
             request = requests[member]
             try:
-                prompts = make_sequences(request, prefixes, self._limits, self._cache.shares_prompts)
+                prompts = make_sequences(
+                    request, prefixes, self._limits, self._cache.shares_prompts
+                )
             except RequestError as error:
                 request.error = error
                 self._finish(request)
                 continue
             waiting += prompts
-            self.saved_tokens += (max(1, len(request.unfinished)) - len(prompts)) * len(request.tokens)
+            self.saved_tokens += (max(1, len(request.unfinished)) - len(prompts)) * len(
+                request.tokens
+            )
             num_readers += len(prompts)
         return num_readers
 
@@ -285,14 +312,23 @@ class Run:
             except (MemoryError, MemoryLimitError, RuntimeError) as error:
                 if not isinstance(error, MemoryLimitError) and not _is_out_of_memory(error):
                     raise
-                if not (self._executor.model.pipeline.is_whole and self._scheduler.preempt_block(regroup.block)):
-                    raise MemoryLimitError(f"the KV cache of one sequence does not fit any more: {error}") from error
+                if not (
+                    self._executor.model.pipeline.is_whole
+                    and self._scheduler.preempt_block(regroup.block)
+                ):
+                    raise MemoryLimitError(
+                        f"the KV cache of one sequence does not fit any more: {error}"
+                    ) from error
         # Before the pass takes its prompts from the queue: they are yet to be computed, too.
         self.expected_tokens = self._done_tokens + self._scheduler.expected_tokens()
         return self._scheduler.next_pass()
 
-    def _pass(self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]) -> None:
-        """Run one pass; where memory runs out, go on in half batches, and so in all later passes."""
+    def _pass(
+        self, batches: abc.Sequence[Batch], another_pass: bool, should_stop: Callable[[], bool]
+    ) -> None:
+        """Run one pass; where memory runs out, go on in half batches, and so in all later
+        passes.
+        """
         done: set[Batch] = set()
         here, number = self._executor.model.decoder.config, self._answers.at[0] + 1
 
@@ -323,18 +359,23 @@ class Run:
                     raise
                 if not self._executor.divides_batches:
                     raise MemoryLimitError(
-                        f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens in a batch, and "
-                        f"ranks of a pipeline cannot divide it; {MEMORY_ADVICE}"
+                        f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens "
+                        f"in a batch, and ranks of a pipeline cannot divide it; {MEMORY_ADVICE}"
                     ) from error
-                # What was written to the cache is written again, the same; sequences that are done stay done.
+                # What was written to the cache is written again, the same; sequences that are done
+                # stay done.
                 left = [batch for batch in batches if batch not in done]
                 if self._cache.one_layer:
-                    left = [*_shared_prefixes_again(batch for batch in batches if batch in done), *left]
-                halves = self._scheduler.halve(left) if left else []  # none: in the bookkeeping of the last one
+                    left = [
+                        *_shared_prefixes_again(batch for batch in batches if batch in done),
+                        *left,
+                    ]
+                # none: in the bookkeeping of the last one
+                halves = self._scheduler.halve(left) if left else []
                 if len(halves) == len(left):
                     raise MemoryLimitError(
-                        f"memory ran out with {max((b.num_tokens for b in left), default=0)} tokens in a batch that "
-                        f"cannot be divided; {MEMORY_ADVICE}"
+                        f"memory ran out with {max((b.num_tokens for b in left), default=0)} "
+                        f"tokens in a batch that cannot be divided; {MEMORY_ADVICE}"
                     ) from error
                 self._executor.expert_tokens = 0  # from now on none waits for another's experts
                 batches, self.halvings = halves, self.halvings + 1
@@ -357,7 +398,9 @@ class Run:
             seconds = output.seconds * item_flops / total
             is_prompt = output.batch.is_prefill and not item.sequence.is_recomputed
             for request in requests:
-                request.charge(is_prompt, item.count * share, item_flops * share, seconds * share, len(items))
+                request.charge(
+                    is_prompt, item.count * share, item_flops * share, seconds * share, len(items)
+                )
             self._done_tokens += item.count
             self._advance(item.sequence, computed)
 
@@ -400,7 +443,9 @@ class Run:
             self._end(sequence)
 
     def _branch(self, prompt: Sequence, alive: list[tuple[int, int]]) -> None:
-        """Let the completions of a prompt go on as sequences of their own that attend to the prompt's cache."""
+        """Let the completions of a prompt go on as sequences of their own that attend to the
+        prompt's cache.
+        """
         prefixes = (*prompt.prefixes, prompt)
         continuations = [
             Sequence(
@@ -444,7 +489,9 @@ class Run:
             if not move.block.sequences:
                 self._cache.free(move.block)
             elif move.source is not None:
-                self._cache.move(move.block, move.source, move.target, move.tokens, move.stale_tokens)
+                self._cache.move(
+                    move.block, move.source, move.target, move.tokens, move.stale_tokens
+                )
         for prefix in sequence.prefixes:
             prefix.num_readers -= 1
             if not prefix.num_readers:
@@ -455,33 +502,48 @@ class Run:
             self._answers.deliver(index, result)
 
     def _flops(self, item: ScheduledTokens, is_prefill: bool) -> float:
-        """Return the operations of scheduled tokens: linear layers, attention to what each sees, the head if used."""
+        """Return the operations of scheduled tokens: linear layers, attention to what each sees,
+        the head if used.
+        """
         config, sequence, count = self._config, item.sequence, item.count
-        visible = sequence.start + sequence.num_computed - count + (count + 1) / 2  # num_computed counts them already
+        # num_computed counts them already
+        visible = sequence.start + sequence.num_computed - count + (count + 1) / 2
         scored = 0
         if sequence.needs_scores and is_prefill:
             scored = min(count, sequence.prompt_len - (sequence.next_token is None))
         positions = scored + (1 if sequence.num_draws else 0)
         attention = config.attention_flops(1, 1) * count * visible
-        return config.linear_flops_per_token * count + attention + config.head_flops_per_token * positions
+        return (
+            config.linear_flops_per_token * count
+            + attention
+            + config.head_flops_per_token * positions
+        )
 
 
 def finish(runs: abc.Sequence[Run], should_stop: Callable[[], bool]) -> None:
-    """Compute passes until nothing is left: of one run, or of several in turn, which keep a pipeline's ranks busy."""
+    """Compute passes until nothing is left: of one run, or of several in turn, which keep a
+    pipeline's ranks busy.
+    """
     active = list(runs)
     while active:
         for run in list(active):
             run.finish_pass()
-            if not run.start_pass(should_stop, any(lane.goes_on for lane in active if lane is not run)):
+            if not run.start_pass(
+                should_stop, any(lane.goes_on for lane in active if lane is not run)
+            ):
                 active.remove(run)
 
 
 def _shared_prefixes_again(done: Iterable[Batch]) -> list[Batch]:
-    """Return batches that compute the shared prefixes of finished batches again, those that still have readers.
+    """Return batches that compute the shared prefixes of finished batches again, those that still
+    have readers.
 
-    After an out-of-memory in prefill-only what is left passes all layers again, and the cache keeps one layer only.
+    After an out-of-memory in prefill-only what is left passes all layers again, and the cache keeps
+    one layer only.
     """
-    prefixes = [item.sequence for batch in done for item in batch.scheduled if item.sequence.num_readers]
+    prefixes = [
+        item.sequence for batch in done for item in batch.scheduled if item.sequence.num_readers
+    ]
     for prefix in prefixes:
         prefix.num_computed = 0
     return [Batch((ScheduledTokens(prefix, prefix.num_pending),), True) for prefix in prefixes]
@@ -489,10 +551,17 @@ def _shared_prefixes_again(done: Iterable[Batch]) -> list[Batch]:
 
 def _depth(forest: abc.Sequence[PrefixNode | int]) -> int:
     """Return the most prefixes on a path of the forest."""
-    return max((1 + _depth(member.members) for member in forest if isinstance(member, PrefixNode)), default=0)
+    return max(
+        (1 + _depth(member.members) for member in forest if isinstance(member, PrefixNode)),
+        default=0,
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Detect an out-of-memory error by its type, or by its message where driver or host have no type for it."""
+    """Detect an out-of-memory error by its type, or by its message where driver or host have no
+    type for it.
+    """
     words = "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in words)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(error) for text in words
+    )

@@ -1,4 +1,6 @@
-"""The record of one run: what was planned, what it took, and what was moved (`flexgen_run.json`, docs/reference)."""
+"""The record of one run: what was planned, what it took, and what was moved (`flexgen_run.json`,
+docs/reference).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import torch
 
 from flexgen_helm.engine.device import device_name
 from flexgen_helm.hardware.process_state import switched_off
-from flexgen_helm.kernels.products import library_flops, matmul_flops, multiplied_dtype, product_library
+from flexgen_helm.kernels.products import (
+    library_flops,
+    matmul_flops,
+    multiplied_dtype,
+    product_library,
+)
 from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
@@ -33,10 +40,14 @@ class EngineIdentity:
     simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
-    generation_config: settings of the model's folder that were applied, and those that were ignored.
-    is_proved: a small model of this kind equals `transformers` here; None where nothing was compared.
-    batch_invariant: what decides the bits of answers that do not follow their batch; empty without the option.
-    rounded: stored type -> share of the matrices' elements that have it, and are rounded to 16 bits.
+    generation_config: settings of the model's folder that were applied, and those that were
+        ignored.
+    is_proved: a small model of this kind equals `transformers` here; None where nothing was
+        compared.
+    batch_invariant: what decides the bits of answers that do not follow their batch; empty without
+        the option.
+    rounded: stored type -> share of the matrices' elements that have it, and are rounded to 16
+        bits.
     """
 
     model: str
@@ -57,9 +68,14 @@ class EngineIdentity:
 
 
 def run_record(
-    engine: EngineIdentity, plan: RunPlan, tiers: TransferManager, costs: Sequence[Cost], seconds: float
+    engine: EngineIdentity,
+    plan: RunPlan,
+    tiers: TransferManager,
+    costs: Sequence[Cost],
+    seconds: float,
 ) -> dict[str, Any]:
-    """Return the record as plain values; bytes, seconds and fractions. The engine adds what its run counted.
+    """Return the record as plain values; bytes, seconds and fractions. The engine adds what its run
+    counted.
 
     costs: of each request.
     """
@@ -68,8 +84,11 @@ def run_record(
     rate = matmul_flops(engine.device, engine.dtype, weight_dtype)
     transfer_s = tiers.stats.seconds()
     batches_s = figures["prefill_s"] + figures["decode_s"]
-    # Also between batches, and in those that ran out of memory, whose seconds no request is charged.
-    wait_s = min(batches_s, sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_")))
+    # Also between batches, and in those that ran out of memory, whose seconds no request is
+    # charged.
+    wait_s = min(
+        batches_s, sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_"))
+    )
     limits, policy = plan.limits, plan.policy
     return {
         "model": engine.model,
@@ -93,7 +112,9 @@ def run_record(
             "other": max(0.0, seconds - batches_s),
             **transfer_s,
         },
-        "experts": None if engine.experts is None else _experts(engine.experts, tiers.stats.experts),
+        "experts": None
+        if engine.experts is None
+        else _experts(engine.experts, tiers.stats.experts),
         "peak_bytes": {tier: ledger.peak for tier, ledger in tiers.ledgers.items()},
         "limit_bytes": {tier: ledger.limit for tier, ledger in tiers.ledgers.items()},
         "predicted_latency_s": None,
@@ -102,7 +123,11 @@ def run_record(
             "device": "sim" if engine.simulated else str(engine.device),
             "name": device_name(engine.device),
             "compute_dtype": str(engine.dtype).removeprefix("torch."),
-            "host_memory": None if tiers.copy_engine is None else "pinned" if tiers.copy_engine.pins else "pageable",
+            "host_memory": None
+            if tiers.copy_engine is None
+            else "pinned"
+            if tiers.copy_engine.pins
+            else "pageable",
             "compute_dtype_reason": engine.dtype_reason,
             "product_library": product_library(engine.device, engine.dtype),
             "loops": dict(loops_in_use),
@@ -124,7 +149,8 @@ def run_record(
 def _experts(experts: MoEConfig, counts: ExpertCounts) -> dict[str, Any]:
     """Return what a record says of experts.
 
-    used, used_if_even: experts of a layer that a batch used, on average, and if tokens had selected all alike.
+    used, used_if_even: experts of a layer that a batch used, on average, and if tokens had selected
+        all alike.
     skew: how much they preferred some (`fitted_skew`).
     routed_bytes, read_bytes, wasted_bytes: as in `ExpertCounts`.
     """
@@ -143,7 +169,9 @@ def _experts(experts: MoEConfig, counts: ExpertCounts) -> dict[str, Any]:
     }
 
 
-def add_prediction(record: dict[str, Any], prediction: CostEstimate, product_flops: float, num_ranks: int) -> None:
+def add_prediction(
+    record: dict[str, Any], prediction: CostEstimate, product_flops: float, num_ranks: int
+) -> None:
     """Add a prediction to a record.
 
     product_flops: rate of the fastest product that it was made with.
@@ -156,6 +184,10 @@ def add_prediction(record: dict[str, Any], prediction: CostEstimate, product_flo
         "latency_s": prediction.latency_s,
         "seconds": {phase: dict(spent) for phase, spent in prediction.seconds.items()},
     }
-    # One rate bounds both: products may have been slower when the run began than when the machine was measured.
+    # One rate bounds both: products may have been slower when the run began than when the machine
+    # was measured.
     rate = max(record["hardware"]["matmul_flops"], product_flops)
-    record["hardware"]["matmul_flops"], record["roofline_s"] = rate, record["flops"] / (rate * num_ranks)
+    record["hardware"]["matmul_flops"], record["roofline_s"] = (
+        rate,
+        record["flops"] / (rate * num_ranks),
+    )

@@ -1,4 +1,6 @@
-"""Draw tokens from logits: a true argmax, or an argmax of logits by temperature plus Gumbel noise."""
+"""Draw tokens from logits: a true argmax, or an argmax of logits by temperature plus Gumbel
+noise.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from flexgen_helm.offload.uploads import upload
 from flexgen_helm.planner.placement import SAMPLED_ELEMENTS, Tier
 from flexgen_helm.scheduling.sequence import SamplingParams
 
-# What each row of logits says: its largest tokens, and what its log-probabilities are normalized by.
+# What each row of logits says: its largest tokens, and what its log-probabilities are normalized
+# by.
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -36,17 +39,22 @@ _SUMMED_AT_ONCE = 2048
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
-    """Return the log-sum-exp of each row, by sums of one order for any rows and threads; logits [R, V] -> [R, 1]."""
+    """Return the log-sum-exp of each row, by sums of one order for any rows and threads; logits [R,
+    V] -> [R, 1].
+    """
     if logits.device.type != "cpu":  # where rows have one order, and each call is a launch
         return logits.logsumexp(1, keepdim=True)
     in_blocks = logits.shape[1] // _SUMMED_AT_ONCE * _SUMMED_AT_ONCE
     blocks = logits[:, :in_blocks].unflatten(1, (-1, _SUMMED_AT_ONCE)).logsumexp(2)
-    return torch.cat((blocks, logits[:, in_blocks:].logsumexp(1, keepdim=True)), 1).logsumexp(1, keepdim=True)
+    return torch.cat((blocks, logits[:, in_blocks:].logsumexp(1, keepdim=True)), 1).logsumexp(
+        1, keepdim=True
+    )
 
 
 # Exponent of a token that is never drawn: e^-1e4 is zero in float64, and no noise makes up for it.
 _NO_CHANCE = -1e4
-# SplitMix64 (Steele et al., 2014): the step of its counter, then shifts and factors of its mixing, as signed numbers.
+# SplitMix64 (Steele et al., 2014): the step of its counter, then shifts and factors of its mixing,
+# as signed numbers.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
@@ -54,13 +62,15 @@ _MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 <<
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Draw one token for each row; logits [R, V] in float32 -> token ids [R].
 
-    The argmax of logits by temperature plus Gumbel noise, in float64, follows the tempered softmax; with top_p < 1,
-    over its nucleus: the fewest most probable tokens whose mass reaches top_p. Rounding of the logits changes a token
-    only where the two best sums are as near. A row's token does not depend on the other rows, and nothing here waits
-    for an accelerator.
+    The argmax of logits by temperature plus Gumbel noise, in float64, follows the tempered softmax;
+    with top_p < 1, over its nucleus: the fewest most probable tokens whose mass reaches top_p.
+    Rounding of the logits changes a token only where the two best sums are as near. A row's token
+    does not depend on the other rows, and nothing here waits for an accelerator.
     """
     forced = [-1 if params.forced is None else params.forced for params in sampling]
-    drawn = [row for row, token in enumerate(forced) if token < 0 and sampling[row].temperature > 0.0]
+    drawn = [
+        row for row, token in enumerate(forced) if token < 0 and sampling[row].temperature > 0.0
+    ]
     if not drawn and max(forced) < 0:
         return greedy_tokens(logits)
     plain = [row for row in drawn if sampling[row].top_p == 1.0]
@@ -87,15 +97,21 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
 
 
 def _nucleus(exponents: Tensor, top_ps: Tensor) -> Tensor:
-    """Return which tokens [R, V] each row's nucleus has; of equally probable ones, the first. top_ps [R, 1]."""
+    """Return which tokens [R, V] each row's nucleus has; of equally probable ones, the first.
+    top_ps [R, 1].
+    """
     # Stable, so that equally probable tokens keep the vocabulary's order on every device.
-    probabilities, order = torch.sort(torch.softmax(exponents, dim=-1), descending=True, stable=True)
+    probabilities, order = torch.sort(
+        torch.softmax(exponents, dim=-1), descending=True, stable=True
+    )
     kept = probabilities.cumsum(-1).sub_(probabilities) < top_ps
     return torch.empty_like(kept).scatter_(1, order, kept)
 
 
 def _log_waits(keys: Tensor, vocabulary: int) -> Tensor:
-    """Return log(-log(u)), the negative of Gumbel noise, for uniform u in (0, 1) by key and token id; keys [R, 1]."""
+    """Return log(-log(u)), the negative of Gumbel noise, for uniform u in (0, 1) by key and token
+    id; keys [R, 1].
+    """
     bits = torch.arange(1, vocabulary + 1, dtype=torch.int64, device=keys.device) * _STEP + keys
     for shift, factor in _MIXING:
         shifted = (bits >> shift).bitwise_and_((1 << 64 - shift) - 1)  # without the sign
@@ -106,9 +122,11 @@ def _log_waits(keys: Tensor, vocabulary: int) -> Tensor:
 
 
 def _exponents(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Return logits by temperature in float64, less each row's largest one: finite at any temperature above 0.
+    """Return logits by temperature in float64, less each row's largest one: finite at any
+    temperature above 0.
 
-    So a temperature near 0 leaves the most probable token. One below the normal numbers may count as 0 on a device.
+    So a temperature near 0 leaves the most probable token. One below the normal numbers may count
+    as 0 on a device.
     """
     exponents = logits.to(torch.float64, copy=True)
     exponents -= exponents.amax(-1, keepdim=True)

@@ -1,4 +1,6 @@
-"""Log-probabilities of continuations: pairs become prompts to score, and their results scores. No torch."""
+"""Log-probabilities of continuations: pairs become prompts to score, and their results scores. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class _LogprobAndGreedy(NamedTuple):
 class Score(_LogprobAndGreedy):
     """The score of a pair, a tuple (logprob, is_greedy).
 
-    logprob: natural logarithm of the continuation's probability behind its context; NaN where the pair failed.
-    is_greedy: every token of the continuation is the most probable one, so a temperature of 0 would draw it.
+    logprob: natural logarithm of the continuation's probability behind its context; NaN where the
+        pair failed.
+    is_greedy: every token of the continuation is the most probable one, so a temperature of 0 would
+        draw it.
     token_ids, token_logprobs: of the continuation.
     error: why the pair failed, or None.
     """
@@ -41,7 +45,9 @@ class Score(_LogprobAndGreedy):
 
 @dataclass(frozen=True)
 class EncodedPair:
-    """Token ids of a context, and of the continuation that is scored behind it; neither is empty."""
+    """Token ids of a context, and of the continuation that is scored behind it; neither is
+    empty.
+    """
 
     context: abc.Sequence[int]
     continuation: abc.Sequence[int]
@@ -63,8 +69,11 @@ def score_pairs(engine: Engine, pairs: abc.Sequence[ScoredPair], truncate: bool)
     return [next(answered) if score is None else score for score in scores]
 
 
-def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> EncodedPair:
-    """Return the ids of a pair, neither empty. Raises `RequestError` for what is no pair or cannot be encoded.
+def encode_pair(
+    pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat | None
+) -> EncodedPair:
+    """Return the ids of a pair, neither empty. Raises `RequestError` for what is no pair or cannot
+    be encoded.
 
     Source: `TemplateLM._encode_pair` of lm-evaluation-harness 0.4.
     """
@@ -74,15 +83,23 @@ def encode_pair(pair: ScoredPair, tokenizer: Tokenizer | None, chat: ChatFormat 
     if isinstance(continuation, str):
         encoded = _encode_text_behind(context, continuation, tokenizer, chat)
     else:
-        encoded = EncodedPair(_context_ids(context, tokenizer, chat), _ids("continuation", continuation))
-    first = encoded.context or ([] if tokenizer is None or tokenizer.first_id is None else [tokenizer.first_id])
+        encoded = EncodedPair(
+            _context_ids(context, tokenizer, chat), _ids("continuation", continuation)
+        )
+    first = encoded.context or (
+        [] if tokenizer is None or tokenizer.first_id is None else [tokenizer.first_id]
+    )
     following = encoded.continuation
     if not first:
-        raise RequestError("the context is empty and the model names no token to begin a text with; give one token")
+        raise RequestError(
+            "the context is empty and the model names no token to begin a text with; give one token"
+        )
     if not encoded.context and isinstance(continuation, str) and following[:1] == first:
         following = following[1:]  # the text begins with the text of that token
     if not following:
-        raise RequestError("the continuation has no tokens of its own, so there is nothing to score")
+        raise RequestError(
+            "the continuation has no tokens of its own, so there is nothing to score"
+        )
     return EncodedPair(first, following)
 
 
@@ -98,23 +115,32 @@ def _encode_text_behind(
     elif _is_chat(context):
         ids, whole = _encode_chat(context, ("", continuation), chat)
     else:
-        return EncodedPair(_ids("context", context), known.encode(continuation, add_special_tokens=False))
+        return EncodedPair(
+            _ids("context", context), known.encode(continuation, add_special_tokens=False)
+        )
     #  whole          The capital of France is Paris
-    #  its ids        a b c d e f g                  the context alone has six ids, so g is scored behind them
+    #  its ids        a b c d e f g                  the context alone has six ids, so g is scored
+    #  behind them
     return EncodedPair(ids, whole[len(ids) :])
 
 
-def _context_ids(context: Context, tokenizer: Tokenizer | None, chat: ChatFormat | None) -> list[int]:
+def _context_ids(
+    context: Context, tokenizer: Tokenizer | None, chat: ChatFormat | None
+) -> list[int]:
     if isinstance(context, str):
         return _tokenizer(tokenizer).encode(context) if context else []
     return _encode_chat(context, ("",), chat)[0] if _is_chat(context) else _ids("context", context)
 
 
 def _is_chat(context: Context) -> bool:
-    return isinstance(context, abc.Sequence) and len(context) > 0 and isinstance(context[0], Mapping)
+    return (
+        isinstance(context, abc.Sequence) and len(context) > 0 and isinstance(context[0], Mapping)
+    )
 
 
-def _encode_chat(messages: Any, endings: abc.Sequence[str], chat: ChatFormat | None) -> list[list[int]]:
+def _encode_chat(
+    messages: Any, endings: abc.Sequence[str], chat: ChatFormat | None
+) -> list[list[int]]:
     """Return the ids of messages with each of several endings behind them."""
     if chat is None:
         raise RequestError("this model has no chat template; send a text instead of messages")
@@ -125,13 +151,17 @@ def _encode_chat(messages: Any, endings: abc.Sequence[str], chat: ChatFormat | N
 def _ids(what: str, ids: Any) -> list[int]:
     """Return a list of ids; whether each is in the vocabulary is checked with the request."""
     if isinstance(ids, Mapping | bytes) or not isinstance(ids, abc.Iterable):
-        raise RequestError(f"the {what} is {repr(ids)[:60]}; it must be a text or a list of token ids")
+        raise RequestError(
+            f"the {what} is {repr(ids)[:60]}; it must be a text or a list of token ids"
+        )
     return list(ids)
 
 
 def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
-        raise RequestError("this model has no tokenizer files, so texts cannot be scored; give token ids")
+        raise RequestError(
+            "this model has no tokenizer files, so texts cannot be scored; give token ids"
+        )
     return tokenizer
 
 
@@ -139,27 +169,33 @@ def scoring_request(pair: EncodedPair, window: int, truncate: bool) -> Generatio
     """Return the request that scores a pair.
 
     window: positions of the model; one token more can be scored, for the last is never fed.
-    Raises `RequestError` for a pair beyond the window; truncate: such a context loses its first tokens instead.
+    Raises `RequestError` for a pair beyond the window; truncate: such a context loses its first
+    tokens instead.
     """
     ids = (*pair.context, *pair.continuation)
     most, length = window + 1, len(ids)
     if length > most and len(pair.continuation) > window:
         raise RequestError(
-            f"the continuation has {len(pair.continuation)} tokens, beyond the model's window of {window} tokens"
+            f"the continuation has {len(pair.continuation)} tokens, beyond the model's window of "
+            f"{window} tokens"
         )
     if length > most and not truncate:
         raise RequestError(
-            f"the pair has {length} tokens, beyond the {most} that a window of {window} tokens can score; shorten the "
-            "context, or pass truncate=True to drop its first tokens"
+            f"the pair has {length} tokens, beyond the {most} that a window of {window} tokens can "
+            "score; shorten the context, or pass truncate=True to drop its first tokens"
         )
-    return GenerationRequest(prompt_token_ids=ids[-most:], max_tokens=0, echo_logprobs=True, echo_greedy=True)
+    return GenerationRequest(
+        prompt_token_ids=ids[-most:], max_tokens=0, echo_logprobs=True, echo_greedy=True
+    )
 
 
 def read_score(result: GenerationResult, length: int) -> Score:
     """Return the score of the last `length` tokens of a request that `scoring_request` made."""
     if result.error is not None:
         return _failed(result.error)
-    logprobs = [logprob for logprob in (result.prompt_logprobs or ())[-length:] if logprob is not None]
+    logprobs = [
+        logprob for logprob in (result.prompt_logprobs or ())[-length:] if logprob is not None
+    ]
     greedy = (result.prompt_greedy or ())[-length:]
     assert len(logprobs) == len(greedy) == length
     score = Score(math.fsum(logprobs), all(greedy))

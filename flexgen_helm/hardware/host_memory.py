@@ -25,12 +25,14 @@ _NEVER = (1 << 31) - 1
 def keep_freed_memory() -> None:
     """Let glibc reuse freed blocks instead of returning them to the system; nothing without glibc.
 
-    Every product allocates and frees the same tens of megabytes. If the system takes them back in between, it zeroes
-    and maps each page anew: a third of the prefill time of a small model. The setting holds for the whole process;
+    Every product allocates and frees the same tens of megabytes. If the system takes them back in
+    between, it zeroes and maps each page anew: a third of the prefill time of a small model. The
+    setting holds for the whole process;
     the largest batch's memory stays until `return_freed_memory`.
     """
     if (libc := _glibc()) is not None:
-        # One arena: large blocks of another thread's arena would go back to the system all the same.
+        # One arena: large blocks of another thread's arena would go back to the system all the
+        # same.
         for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER)):
             libc.mallopt(parameter, value)
 
@@ -44,8 +46,9 @@ def return_freed_memory() -> None:
 class ResidentMemory:
     """Keeps the process within what its engine may use, by returning freed memory to the system.
 
-    Freed blocks are kept (`keep_freed_memory`), and blocks of many sizes leave gaps between them. The process had
-    memory before the engine was made, and its other parts may take more meanwhile: both are not the engine's.
+    Freed blocks are kept (`keep_freed_memory`), and blocks of many sizes leave gaps between them.
+    The process had memory before the engine was made, and its other parts may take more meanwhile:
+    both are not the engine's.
     """
 
     def __init__(self, limit: int) -> None:
@@ -53,7 +56,9 @@ class ResidentMemory:
         self._limit, self._elsewhere = limit, resident_bytes()
 
     def hold(self, workspace_bytes: int) -> None:
-        """Return freed memory if more is resident than the limit, the workspace, and what is not the engine's."""
+        """Return freed memory if more is resident than the limit, the workspace, and what is not
+        the engine's.
+        """
         most = self._limit + self._elsewhere + workspace_bytes + UNCOUNTED_BYTES
         if resident_bytes() > most:
             return_freed_memory()
@@ -62,7 +67,9 @@ class ResidentMemory:
 
 
 def resident_bytes() -> int:
-    """Read the bytes of this process that are in memory; quickly, because every expert of a pass asks."""
+    """Read the bytes of this process that are in memory; quickly, because every expert of a pass
+    asks.
+    """
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -77,20 +84,23 @@ def _glibc() -> ctypes.CDLL | None:
 # Memory that this process may use: the machine's, or less in a container or a job of a cluster.
 
 MOUNTS, CGROUP = Path("/proc/mounts"), Path("/proc/self/cgroup")
-# By version: the limit, the bytes in use, and of these in memory.stat the files that the kernel drops first.
+# By version: the limit, the bytes in use, and of these in memory.stat the files that the kernel
+# drops first.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
 
-# Address space, measured: a run of HELM with a model of 0.1 GB maps 6.6 GiB with 2 cores, 3.1 of them torch. Of a core:
-# the stack and the heap of its threads.
+# Address space, measured: a run of HELM with a model of 0.1 GB maps 6.6 GiB with 2 cores, 3.1 of
+# them torch. Of a core: the stack and the heap of its threads.
 _LIBRARIES, _CORE = 7 << 30, 128 << 20
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes. group_limit: of the control group with the least room; None without one below the machine."""
+    """Bytes. group_limit: of the control group with the least room; None without one below the
+    machine.
+    """
 
     total: int
     available: int
@@ -119,34 +129,50 @@ def host_memory(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> HostMemory:
 
 
 def lacking_address_space() -> str | None:
-    """Say that the limit of this process (`ulimit -v`) is below what is taken before any weight; None if it is not.
+    """Say that the limit of this process (`ulimit -v`) is below what is taken before any weight;
+    None if it is not.
 
-    Beyond it a thread may die as it begins, for which Python waits for ever, or a library ends the process.
+    Beyond it a thread may die as it begins, for which Python waits for ever, or a library ends the
+    process.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     least = _LIBRARIES + len(os.sched_getaffinity(0)) * _CORE
     if limit == resource.RLIM_INFINITY or limit >= least:
         return None
-    return f"ulimit -v is {size(limit)} of address space, and libraries and threads take {size(least)} before any model"
+    return (
+        f"ulimit -v is {size(limit)} of address space, and libraries and threads take "
+        f"{size(least)} before any model"
+    )
 
 
 def memory_groups(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> MemoryGroups | None:
-    """Find the memory controller; version 1 if both are mounted with one. None where there is none."""
+    """Find the memory controller; version 1 if both are mounted with one. None where there is
+    none.
+    """
     mounted = [line.split() for line in mounts.read_text().splitlines()] if mounts.is_file() else []
-    memberships = [line.split(":", 2) for line in cgroup.read_text().splitlines()] if cgroup.is_file() else []
+    memberships = (
+        [line.split(":", 2) for line in cgroup.read_text().splitlines()] if cgroup.is_file() else []
+    )
     for _, mount, kind, options, *_ in mounted:
         if kind == "cgroup" and "memory" in options.split(","):
-            path = next((path for _, names, path in memberships if "memory" in names.split(",")), "/")
+            path = next(
+                (path for _, names, path in memberships if "memory" in names.split(",")), "/"
+            )
             return _groups(1, Path(mount), path)
     for _, mount, kind, *_ in mounted:
         if kind == "cgroup2":
-            return _groups(2, Path(mount), next((path for number, _, path in memberships if number == "0"), "/"))
+            return _groups(
+                2,
+                Path(mount),
+                next((path for number, _, path in memberships if number == "0"), "/"),
+            )
     return None
 
 
 def _groups(version: int, mount: Path, path: str) -> MemoryGroups:
     folder = mount / path.lstrip("/")
-    return MemoryGroups(version, mount, folder if folder.is_dir() else mount)  # a container sees its own as the root
+    # a container sees its own as the root
+    return MemoryGroups(version, mount, folder if folder.is_dir() else mount)
 
 
 def _limits(groups: MemoryGroups) -> Iterator[tuple[int, int]]:

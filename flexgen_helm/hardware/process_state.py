@@ -31,8 +31,8 @@ _settings_before: tuple[Any, ...] = ()
 # What `set_float32_matmul_precision` makes of a level, for cuda and mkldnn.
 _LEVELS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
 _EXACT = {"none", "ieee"}
-# Settings of CUDA's libraries under `torch.backends`: parts of sums in 16 bits, where one may overflow although the sum
-# does not, and convolutions in TF32.
+# Settings of CUDA's libraries under `torch.backends`: parts of sums in 16 bits, where one may
+# overflow although the sum does not, and convolutions in TF32.
 _CUDA_SETTINGS = (
     ("cuda.matmul", "allow_fp16_reduced_precision_reduction", False),
     ("cuda.matmul", "allow_bf16_reduced_precision_reduction", False),
@@ -43,22 +43,30 @@ _CUDA_SETTINGS = (
 
 @contextmanager
 def _exact_process() -> Iterator[None]:
-    """Set what all threads share: the first engine that computes sets it, the last one puts it back."""
+    """Set what all threads share: the first engine that computes sets it, the last one puts it
+    back.
+    """
     import torch
 
     global _num_computing, _settings_before
     with _lock:
         # The level itself cannot be read where a program has set the precision of one of them.
         products = [library.matmul for library in (torch.backends.cuda, torch.backends.mkldnn)]
-        dtype, precisions = torch.get_default_dtype(), tuple(library.fp32_precision for library in products)
+        dtype, precisions = (
+            torch.get_default_dtype(),
+            tuple(library.fp32_precision for library in products),
+        )
         libraries = [attrgetter(library)(torch.backends) for library, _, _ in _CUDA_SETTINGS]
         if not _num_computing:
-            cuda = [getattr(library, name) for library, (_, name, _) in zip(libraries, _CUDA_SETTINGS)]
+            cuda = [
+                getattr(library, name) for library, (_, name, _) in zip(libraries, _CUDA_SETTINGS)
+            ]
             _settings_before = dtype, precisions, cuda
         _num_computing += 1
         for library, (_, name, exact) in zip(libraries, _CUDA_SETTINGS):
             setattr(library, name, exact)
-        if dtype != torch.float32:  # not always: another thread may set it for a model that it loads
+        # not always: another thread may set it for a model that it loads
+        if dtype != torch.float32:
             torch.set_default_dtype(torch.float32)
         if not _EXACT.issuperset(precisions):
             torch.set_float32_matmul_precision("highest")  # of both, and the level
@@ -81,7 +89,9 @@ def _exact_process() -> Iterator[None]:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute in float32 on the host by default, without autocast, inference mode or reduced precision."""
+    """Compute in float32 on the host by default, without autocast, inference mode or reduced
+    precision.
+    """
     import torch
 
     with ExitStack() as stack:
@@ -115,16 +125,22 @@ class Rank:
 def rank_of_process() -> Rank | None:
     """Return the rank that torchrun has given to this process; None where it is the only one."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not all(os.environ.get(name, "").isdecimal() for name in names):
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not all(
+        os.environ.get(name, "").isdecimal() for name in names
+    ):
         return None
     rank = Rank(*(int(os.environ[name]) for name in names))
     return rank if rank.size > 1 else None
 
 
-# Fast paths of a GPU, by name: which of them this process leaves, and why. Slower ones give the same numbers.
+# Fast paths of a GPU, by name: which of them this process leaves, and why. Slower ones give the
+# same numbers.
 
 ATTENTION, TRITON = "fused attention", "Triton kernels"
-_INSTEAD = {ATTENTION: "attention is its formula", TRITON: "plain PyTorch dequantizes packed weights"}
+_INSTEAD = {
+    ATTENTION: "attention is its formula",
+    TRITON: "plain PyTorch dequantizes packed weights",
+}
 # Name -> why it is not used in this process.
 switched_off: dict[str, str] = {}
 
@@ -133,7 +149,9 @@ def switch_off(name: str, reason: str) -> None:
     """Leave a fast path in this process, after one sentence."""
     if name not in switched_off:
         switched_off[name] = reason
-        report(Message(f"no {name} on this device, so {_INSTEAD[name]}, which is slower ({reason})"))
+        report(
+            Message(f"no {name} on this device, so {_INSTEAD[name]}, which is slower ({reason})")
+        )
 
 
 # Whether this machine can have a CUDA device, as far as can be told without importing torch.
@@ -143,7 +161,8 @@ _DEVICE_FILES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")
 
 
 def require_cuda(device: str) -> None:
-    """Raise `UsageError` if there is certainly no CUDA device; in doubt, torch is asked when a model loads.
+    """Raise `UsageError` if there is certainly no CUDA device; in doubt, torch is asked when a
+    model loads.
 
     device: as the user named it.
     """
@@ -158,7 +177,9 @@ def why_no_cuda(devices: Path = Path("/dev")) -> str | None:
     if build is None or not build.is_file():
         return None
     text = build.read_text(encoding="utf-8")
-    cuda, hip = (re.search(rf"^{name}\b.*?=\s*(.+)$", text, re.MULTILINE) for name in ("cuda", "hip"))
+    cuda, hip = (
+        re.search(rf"^{name}\b.*?=\s*(.+)$", text, re.MULTILINE) for name in ("cuda", "hip")
+    )
     if cuda is None or hip is None or hip[1].strip() != "None":
         return None  # of another version, or ROCm's, whose devices torch calls cuda too
     if cuda[1].strip() == "None":
@@ -178,7 +199,9 @@ def _has_driver() -> bool:
 
 
 def processor_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the vendor of the host's processor and its extensions for vectors and matrices, as Linux names them."""
+    """Return the vendor of the host's processor and its extensions for vectors and matrices, as
+    Linux names them.
+    """
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:

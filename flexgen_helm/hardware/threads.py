@@ -1,8 +1,9 @@
 """Threads of PyTorch that follow the cores which other programs leave free. No torch at import.
 
-OpenMP's threads wait for each other by spinning. If one of them shares its core with another program, all wait for it
-at every barrier: beside one busy program two threads on two cores are slower than one thread. So the number of threads
-is chosen again every second, from the processor time that other programs took.
+OpenMP's threads wait for each other by spinning. If one of them shares its core with another
+program, all wait for it at every barrier: beside one busy program two threads on two cores are
+slower than one thread. So the number of threads is chosen again every second, from the processor
+time that other programs took.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ import psutil
 
 # Seconds between two choices.
 _WINDOW_S = 1.0
-# Free cores below or above the present number of threads that change it; apart, so that it does not swing.
+# Free cores below or above the present number of threads that change it; apart, so that it does not
+# swing.
 _FEWER_BELOW, _MORE_ABOVE = -0.5, 0.75
 # Who sets one of these has chosen threads and waiting.
-_USER_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_DYNAMIC", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
+_USER_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "OMP_DYNAMIC",
+    "GOMP_SPINCOUNT",
+    "MKL_NUM_THREADS",
+)
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Processor seconds since some time before: of all programs on the cores that this process may use, and its own."""
+    """Processor seconds since some time before: of all programs on the cores that this process may
+    use, and its own.
+    """
 
     at: float
     all_s: float
@@ -52,8 +62,8 @@ def busy_cores(earlier: CpuTimes, later: CpuTimes) -> float:
 class ThreadGovernor:
     """Sets PyTorch's threads for one engine that computes on the processor.
 
-    The number that PyTorch has at the start is never exceeded. Nothing is done if the user has chosen threads or
-    waiting by an environment variable.
+    The number that PyTorch has at the start is never exceeded. Nothing is done if the user has
+    chosen threads or waiting by an environment variable.
     """
 
     def __init__(self, read: Callable[[], CpuTimes] = read_cpu_times) -> None:
@@ -61,11 +71,15 @@ class ThreadGovernor:
 
         self._read, self._torch = read, torch
         self._max_threads = torch.get_num_threads()
-        self._active = self._max_threads > 1 and not any(os.environ.get(name) for name in _USER_VARIABLES)
+        self._active = self._max_threads > 1 and not any(
+            os.environ.get(name) for name in _USER_VARIABLES
+        )
         self._last = read()
 
     def adapt(self) -> None:
-        """Choose the number of threads anew if the last choice is a second old; the calling thread's work uses it."""
+        """Choose the number of threads anew if the last choice is a second old; the calling
+        thread's work uses it.
+        """
         if not self._active or time.monotonic() - self._last.at < _WINDOW_S:
             return
         now = self._read()

@@ -1,14 +1,16 @@
 """lm-evaluation-harness on the engine. This module alone imports `lm_eval`.
 
-    loglikelihood          (context, continuation) -> ids -> a request that scores -> (log-probability, is greedy)
-    loglikelihood_rolling  text -> windows of ids  -> requests that score          -> their sum
-    generate_until         (context, settings)     -> ids -> a request that draws  -> text before the first stop string
+    loglikelihood          (context, continuation) -> ids -> a request that scores ->
+    (log-probability, is greedy) loglikelihood_rolling  text -> windows of ids  -> requests that
+    score          -> their sum generate_until         (context, settings)     -> ids -> a request
+    that draws  -> text before the first stop string
 
-All requests of a call are one block of the service, so their answers go to the response cache. Encoding is the
-harness's: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text into windows.
+All requests of a call are one block of the service, so their answers go to the response cache.
+Encoding is the harness's: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text
+into windows.
 
-The harness's main branch finds the class by the entry point `flexgen` of the group `lm_eval.models`; a release without
-that needs `register()`.
+The harness's main branch finds the class by the entry point `flexgen` of the group
+`lm_eval.models`; a release without that needs `register()`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import (
     get_rolling_token_windows,
     handle_non_serializable,
@@ -46,17 +52,29 @@ from flexgen_helm.config import FLAGS, OPTIONS, EngineOptions, options_of_flags
 from flexgen_helm.engine.scoring import EncodedPair, Score, read_score, scoring_request
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import question, read_object
-from flexgen_helm.report.verification import Recorded, RecordedAnswer, ScoreCheck, disagreements, one_line
+from flexgen_helm.report.verification import (
+    Recorded,
+    RecordedAnswer,
+    ScoreCheck,
+    disagreements,
+    one_line,
+)
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
-from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments, read_generation
+from flexgen_helm.service.models import (
+    ModelArguments,
+    ModelReader,
+    model_arguments,
+    read_generation,
+)
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 MAX_GEN_TOKS = 256  # the harness's default
-# Arguments of other backends that change nothing at these values; a checkpoint's own code is never run.
+# Arguments of other backends that change nothing at these values; a checkpoint's own code is never
+# run.
 _NEUTRAL_ARGUMENTS: Mapping[str, Any] = {
     "trust_remote_code": (False, True),
     "dtype": ("auto", "float16"),
@@ -71,8 +89,8 @@ _HARNESS_SETS = {
 _SAMPLING = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
 # Settings of generation that change nothing at these values.
 _NEUTRAL_SETTINGS: Mapping[str, tuple[Any, ...]] = {
-    "top_k": (0, -1), "min_p": (0,), "num_beams": (1,), "repetition_penalty": (1,), "num_return_sequences": (1,),
-    "skip_special_tokens": (True,), "use_cache": (True,),
+    "top_k": (0, -1), "min_p": (0,), "num_beams": (1,), "repetition_penalty": (1,),
+    "num_return_sequences": (1,), "skip_special_tokens": (True,), "use_cache": (True,),
 }  # fmt: skip
 _ONLY_SAMPLED = {"temperature", "top_p", "top_k", "min_p"}
 _SCORE_TOLERANCE = 1e-9  # of sums in another order
@@ -82,7 +100,8 @@ _END_OF_TURN = "<the turn goes on from here> "  # no template changes it
 class _Generation(NamedTuple):
     """A request for an answer.
 
-    stops: texts that end the answer. excess: tokens of the context that are cut off, if more than 0.
+    stops: texts that end the answer. excess: tokens of the context that are cut off, if more than
+        0.
     """
 
     request: GenerationRequest
@@ -95,8 +114,8 @@ class _ThinkEnd(NamedTuple):
 
     id: None if it is several tokens.
     text: None if it was given as an id.
-    engine_knows_it: it is the chat template's. For another end the engine draws without stop strings, which are applied
-        afterwards, behind the end.
+    engine_knows_it: it is the chat template's. For another end the engine draws without stop
+        strings, which are applied afterwards, behind the end.
     """
 
     id: int | None
@@ -111,7 +130,9 @@ def register() -> None:
 
 
 def _raise_unsaved(record: logging.LogRecord, folder: str | None) -> bool:
-    """Raise the system's error by which results were not saved: the harness only logs that, and ends with 0."""
+    """Raise the system's error by which results were not saved: the harness only logs that, and
+    ends with 0.
+    """
     error = sys.exc_info()[1]
     if isinstance(error, OSError):
         error.filename = error.filename or folder
@@ -137,8 +158,11 @@ def run_command(arguments: Sequence[str]) -> None:
         sys.argv = before
     if parsed.command == "run" and parsed.config is None:
         parsed.model = parsed.model or "flexgen"
-        # The harness hands its own device beside those of the model's arguments, and its default is a GPU.
-        given = parsed.model_args.pop("device", None) if isinstance(parsed.model_args, dict) else None
+        # The harness hands its own device beside those of the model's arguments, and its default is
+        # a GPU.
+        given = (
+            parsed.model_args.pop("device", None) if isinstance(parsed.model_args, dict) else None
+        )
         parsed.device = parsed.device or given or "auto"
         if parsed.model == "flexgen":  # refused before the harness reads its tasks
             given = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
@@ -147,24 +171,26 @@ def run_command(arguments: Sequence[str]) -> None:
     logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
     try:
         command.execute(parsed)
-    except ValueError as error:  # what the harness raises for tasks and settings that it does not know
+    # what the harness raises for tasks and settings that it does not know
+    except ValueError as error:
         raise UsageError(f"lm-evaluation-harness refuses this: {error}") from error
     except OSError as error:
         if (missing := _not_downloaded(error)) is None:
             raise
         raise UsageError(
-            f"{missing} is not here and could not be downloaded ({one_line(error).partition('. ')[0]}); run it "
-            "once where there is a network, copy the Hugging Face cache, and set HF_HUB_OFFLINE=1 "
-            "(docs/how-to/offline.md)"
+            f"{missing} is not here and could not be downloaded "
+            f"({one_line(error).partition('. ')[0]}); run it once where there is a network, copy "
+            "the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
         ) from error
-    except IndexError as error:  # of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document
+    # of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document
+    except IndexError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_locals.get("choice") != "":
             raise
         task = frame.f_locals["self"].config.task
         raise UsageError(
-            f"the first document of {task} has an empty choice, which has no score; correct the task's doc_to_choice, "
-            "or leave that document out"
+            f"the first document of {task} has an empty choice, which has no score; correct the "
+            "task's doc_to_choice, or leave that document out"
         ) from error
 
 
@@ -180,18 +206,22 @@ def _not_downloaded(error: OSError) -> str | None:
 class FlexgenLM(TemplateLM):
     """A model of the engine for `simple_evaluate`, or `--model flexgen`.
 
-    pretrained: catalog name, hub repository, folder or `.gguf` file; a suffix such as `-4bit` names the precision.
+    pretrained: catalog name, hub repository, folder or `.gguf` file; a suffix such as `-4bit` names
+        the precision.
     max_length: tokens of a context and what follows it; the model's window where it is left out.
     max_gen_toks: most tokens of an answer where a task says nothing.
-    prefix_token_id: begins a text without context; BOS, or EOS where there is no BOS, where it is left out.
+    prefix_token_id: begins a text without context; BOS, or EOS where there is no BOS, where it is
+        left out.
     add_bos_token: put BOS before every text, or never; as the tokenizer does where it is left out.
-    think_end_token: text or id of the token that ends thinking. What precedes it is no part of the answer, and stop
-        strings count behind it only.
+    think_end_token: text or id of the token that ends thinking. What precedes it is no part of the
+        answer, and stop strings count behind it only.
     enable_thinking, chat_template_args: variables of the chat template.
     batch_size, max_batch_size: ignored; the engine plans its own batches.
-    arguments: engine options by the names of their flags, such as `cpu_memory='8GiB'`, or as `EngineConfig` has them.
+    arguments: engine options by the names of their flags, such as `cpu_memory='8GiB'`, or as
+        `EngineConfig` has them.
 
-    Raises `UsageError` for what is not known or cannot be. A context manager; `close` frees the model.
+    Raises `UsageError` for what is not known or cannot be. A context manager; `close` frees the
+    model.
     """
 
     def __init__(
@@ -220,11 +250,16 @@ class FlexgenLM(TemplateLM):
         if variables:
             options = {**options, "chat_template_kwargs": variables}
         # The harness says which prompts are chats.
-        self._model = model_arguments(str(pretrained), {**options, "apply_chat_template": False}, revision)
+        self._model = model_arguments(
+            str(pretrained), {**options, "apply_chat_template": False}, revision
+        )
         reader = ModelReader("lm-evaluation-harness")
         window = reader.facts(self._model).max_positions
         if max_length is not None and not 1 < max_length <= window:
-            raise UsageError(f"max_length is {max_length}; it must be more than 1 and at most the window, {window}")
+            raise UsageError(
+                f"max_length is {max_length}; it must be more than 1 and at most the window, "
+                f"{window}"
+            )
         self.max_length, self.max_gen_toks = max_length or window, max_gen_toks
         self.tokenizer: Tokenizer = reader.encoder(self._model).tokenizer  # type: ignore[assignment]
         self._chat = reader.chat(self._model)
@@ -239,7 +274,9 @@ class FlexgenLM(TemplateLM):
             self._think_end = _ThinkEnd(ids[0] if len(ids) == 1 else None, end, end == known)
         self._scored: Sequence[Instance] = ()  # whose documents errors name
         if end is None and self._model.config.thinking_budget is not None:
-            raise UsageError("thinking_budget needs think_end_token, which says where thinking ends")
+            raise UsageError(
+                "thinking_budget needs think_end_token, which says where thinking ends"
+            )
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             _log.info("batch sizes are ignored: the engine plans its own batches")
         self._service = _service or Service(EngineLoader())
@@ -266,7 +303,9 @@ class FlexgenLM(TemplateLM):
         texts = {self.tokenizer.decode([token]): token for token in sorted(ends)}
         end = texts.get(self.tokenizer.eos_text or "", min(ends, default=None))
         if end is None:
-            raise UsageError(f"the tokenizer of {self._model.name} names no end of a text; give prefix_token_id")
+            raise UsageError(
+                f"the tokenizer of {self._model.name} names no end of a text; give prefix_token_id"
+            )
         return end
 
     @property
@@ -285,23 +324,36 @@ class FlexgenLM(TemplateLM):
         import torch
 
         record = self._service.record(self._model, self._chat)
-        known = {"precision": self._model.config.precision, "fingerprint": record.get("fingerprint")}
+        known = {
+            "precision": self._model.config.precision,
+            "fingerprint": record.get("fingerprint"),
+        }
         return {**known, "flexgen_run": {**record, "seed": torch.initial_seed()}}
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the checkpoint's template. Raises `UsageError` where it has none, and for the name of another one."""
+        """Return the checkpoint's template. Raises `UsageError` where it has none, and for the name
+        of another one.
+        """
         if not chat_template:
             return None
         if self.tokenizer.chat_template is None:
             raise UsageError(
-                f"the tokenizer of {self._model.name} has no chat template; leave --apply_chat_template out"
+                f"the tokenizer of {self._model.name} has no chat template; leave "
+                "--apply_chat_template out"
             )
         if chat_template not in (True, "default"):
-            raise UsageError(f"chat template {chat_template!r} is not supported; only the checkpoint's default is")
+            raise UsageError(
+                f"chat template {chat_template!r} is not supported; only the checkpoint's default "
+                "is"
+            )
         return self.tokenizer.chat_template
 
-    def apply_chat_template(self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a chat; without generation prompt it ends inside the last message, to be continued."""
+    def apply_chat_template(
+        self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a chat; without generation prompt it ends inside the last message, to
+        be continued.
+        """
         variables, history = self._chat.options.chat_template_kwargs, chat_history
         if not add_generation_prompt:
             last = {**chat_history[-1], "content": chat_history[-1]["content"] + _END_OF_TURN}
@@ -318,11 +370,15 @@ class FlexgenLM(TemplateLM):
             return text
         found = text.rfind(_END_OF_TURN.strip())
         if found < 0:
-            raise RequestError("the chat template changes the last message, so it cannot be continued")
+            raise RequestError(
+                "the chat template changes the last message, so it cannot be continued"
+            )
         # A template that trims messages leaves no space behind the last one either.
         return text[:found] if text.startswith(_END_OF_TURN, found) else text[:found].rstrip()
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """Return ids; by default with BOS if the tokenizer adds one and the text has none."""
         if add_special_tokens is None:
             add_special_tokens = self._add_bos
@@ -334,7 +390,9 @@ class FlexgenLM(TemplateLM):
 
     # Answers
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         for request in requests:
             with _naming(request):
                 if not request.args[1]:
@@ -345,19 +403,29 @@ class FlexgenLM(TemplateLM):
         finally:
             self._scored = ()
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Score (texts, context, continuation), the last two as ids; a long context loses its first tokens."""
-        scores = self._score([(context, continuation) for _, context, continuation in requests], self._scored)
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Score (texts, context, continuation), the last two as ids; a long context loses its first
+        tokens.
+        """
+        scores = self._score(
+            [(context, continuation) for _, context, continuation in requests], self._scored
+        )
         for (texts, _, _), score in zip(requests, scores):
             self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
         return [(score.logprob, score.is_greedy) for score in scores]
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         texts = [request.args[0] for request in requests]
         windows = [
             [
                 make_disjoint_window(window)
-                for window in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+                for window in get_rolling_token_windows(
+                    self.tok_encode(text), self.prefix_token_id, self.max_length, 1
+                )
             ]
             for text in texts
         ]
@@ -368,17 +436,23 @@ class FlexgenLM(TemplateLM):
         return sums
 
     def _score(
-        self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]], instances: Sequence[Instance] = ()
+        self,
+        pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
+        instances: Sequence[Instance] = (),
     ) -> list[Score]:
         """Score pairs of context and continuation; instances: those that errors name."""
         encoded = [EncodedPair(context, continuation) for context, continuation in pairs]
-        _say_cut(len(pair.context) + len(pair.continuation) - self.max_length - 1 for pair in encoded)
+        _say_cut(
+            len(pair.context) + len(pair.continuation) - self.max_length - 1 for pair in encoded
+        )
         scoring = []
         for index, pair in enumerate(encoded):
             with _naming(instances[index]) if instances else nullcontext():
                 scoring.append(scoring_request(pair, self.max_length, truncate=True))
         results = self._answer(scoring)
-        return [read_score(result, len(pair.continuation)) for result, pair in zip(results, encoded)]
+        return [
+            read_score(result, len(pair.continuation)) for result, pair in zip(results, encoded)
+        ]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         import torch
@@ -395,7 +469,9 @@ class FlexgenLM(TemplateLM):
                 asked.append(self._generation(context, settings, f"{identity}/{seen[identity]}"))
         _say_cut(one.excess for one in asked)
         answers = []
-        for instance, one, result in zip(requests, asked, self._answer([one.request for one in asked])):
+        for instance, one, result in zip(
+            requests, asked, self._answer([one.request for one in asked])
+        ):
             answers.append(self._text(result.completions[0], one.stops))
             self.cache_hook.add_partial("generate_until", instance.args, answers[-1])
         return answers
@@ -411,20 +487,27 @@ class FlexgenLM(TemplateLM):
             if name in from_file.applied:
                 if value != from_file.applied[name]:
                     raise UsageError(
-                        f"{name}={value!r} of a task's generation_kwargs is not what {from_file.path} says, "
-                        f"{from_file.applied[name]!r}; leave it out, or the file's with --generation-config ignore"
+                        f"{name}={value!r} of a task's generation_kwargs is not what "
+                        f"{from_file.path} says, {from_file.applied[name]!r}; leave it out, or the "
+                        "file's with --generation-config ignore"
                     )
             elif value not in _NEUTRAL_SETTINGS.get(name, ()):
-                raise UsageError(f"{name}={value!r} of a task's generation_kwargs is not supported; leave it out")
+                raise UsageError(
+                    f"{name}={value!r} of a task's generation_kwargs is not supported; leave it out"
+                )
         room = self.max_length - known["max_gen_toks"]
         if room < 1:
             raise UsageError(
-                f"max_gen_toks is {known['max_gen_toks']}, and the model's window is {self.max_length} tokens; "
-                "give a smaller one with --gen_kwargs max_gen_toks=N"
+                f"max_gen_toks is {known['max_gen_toks']}, and the model's window is "
+                f"{self.max_length} tokens; give a smaller one with --gen_kwargs max_gen_toks=N"
             )
         ids = self.tok_encode(context)
         # The text of EOS ends an answer for the harness.
-        stops = [stop for stop in handle_stop_sequences(known["until"], eos=self.tokenizer.eos_text) if stop]
+        stops = [
+            stop
+            for stop in handle_stop_sequences(known["until"], eos=self.tokenizer.eos_text)
+            if stop
+        ]
         end = self._think_end
         thinking = self._chat.thinking(context) if end is not None and end.engine_knows_it else None
         while_drawing = stops if end is None or thinking is not None else []
@@ -433,7 +516,9 @@ class FlexgenLM(TemplateLM):
             max_tokens=known["max_gen_toks"],
             temperature=float(known.get("temperature") or 0.0) if is_sampled else 0.0,
             top_p=float(known.get("top_p") or from_file.top_p) if is_sampled else 1.0,
-            seed=int.from_bytes(hashlib.sha256(draw.encode()).digest()[:4], "big") if is_sampled else 0,
+            seed=int.from_bytes(hashlib.sha256(draw.encode()).digest()[:4], "big")
+            if is_sampled
+            else 0,
             stop=tuple(while_drawing),
             thinking=thinking,
         )
@@ -443,25 +528,37 @@ class FlexgenLM(TemplateLM):
         """Return the answer: behind thinking, before the first stop string."""
         ids, end = list(completion.token_ids), self._think_end
         if end is None or end.id not in ids:
-            return str(postprocess_generated_text(self.tokenizer.decode_plain(ids), stops, end and end.text))
+            return str(
+                postprocess_generated_text(
+                    self.tokenizer.decode_plain(ids), stops, end and end.text
+                )
+            )
         # By id: a special token has no text in an answer.
         behind = ids[len(ids) - ids[::-1].index(end.id) :]
-        return str(postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None))
+        return str(
+            postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None)
+        )
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Compute requests as one block. Raises the first error of a request, after all others are stored."""
+        """Compute requests as one block. Raises the first error of a request, after all others are
+        stored.
+        """
         self._service.resume()  # a notebook goes on behind Ctrl-C
         keyed = [KeyedRequest(request, request_key(request)) for request in requests]
         with self._service.submit(self._model, keyed):
             results = [self._service.respond(self._model, request).result for request in keyed]
         failed = [result.error for result in results if result.error is not None]
         if failed:
-            raise RequestError(f"{len(failed)} of {len(results)} requests failed: {failed[0]}") from failed[0]
+            raise RequestError(
+                f"{len(failed)} of {len(results)} requests failed: {failed[0]}"
+            ) from failed[0]
         return results
 
 
 class _Recorded(FlexgenLM):
-    """Answers as the harness has logged them; known: those to each request of a document, by task and document."""
+    """Answers as the harness has logged them; known: those to each request of a document, by task
+    and document.
+    """
 
     known: Mapping[tuple[Any, Any], Sequence[Sequence[Any]]] = {}
 
@@ -470,9 +567,13 @@ class _Recorded(FlexgenLM):
         answers = []
         for request in requests:  # a repeated one is the same object
             try:
-                answers.append(self.known[request.task_name, request.doc_id][request.idx][given[id(request)]])
+                answers.append(
+                    self.known[request.task_name, request.doc_id][request.idx][given[id(request)]]
+                )
             except LookupError:
-                raise FlexgenError(f"{request.task_name}, document {request.doc_id} has no answer") from None
+                raise FlexgenError(
+                    f"{request.task_name}, document {request.doc_id} has no answer"
+                ) from None
             given[id(request)] += 1
         return answers
 
@@ -489,17 +590,34 @@ def _requests(line: Mapping[str, Any]) -> tuple[list[tuple[Any, ...]], str, Any]
     return requests, "loglikelihood" if len(requests[0]) > 1 else "loglikelihood_rolling", values
 
 
-def _evaluate_again(content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]) -> Any:
-    """Return what the harness makes of logged answers: prompts, filters, metrics of documents, and results."""
+def _evaluate_again(
+    content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]
+) -> Any:
+    """Return what the harness makes of logged answers: prompts, filters, metrics of documents, and
+    results.
+    """
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
     config, groups = content["config"], content["group_subtasks"]
-    here = {"pretrained": model.path, "revision": model.revision, "_service": Service(EngineLoader())}
+    here = {
+        "pretrained": model.path,
+        "revision": model.revision,
+        "_service": Service(EngineLoader()),
+    }
     lm = _Recorded(**{**config["model_args"], **here})
-    lm.known = {(task, line["doc_id"]): _requests(line)[2] for task, of_task in lines.items() for line in of_task}
-    sources = {Path(of["metadata"].get("config_source") or "/none/x").parent for of in content["configs"].values()}
-    manager = TaskManager(include_path=[path for path in sources if path.is_dir()], metadata=config["model_args"])
+    lm.known = {
+        (task, line["doc_id"]): _requests(line)[2]
+        for task, of_task in lines.items()
+        for line in of_task
+    }
+    sources = {
+        Path(of["metadata"].get("config_source") or "/none/x").parent
+        for of in content["configs"].values()
+    }
+    manager = TaskManager(
+        include_path=[path for path in sources if path.is_dir()], metadata=config["model_args"]
+    )
     random.seed(config["random_seed"])
     np.random.seed(config["numpy_seed"])
     below = {name for names in groups.values() for name in names}
@@ -520,7 +638,9 @@ def _evaluate_again(content: Mapping[str, Any], model: ModelArguments, lines: Ma
     )
 
 
-def _check(content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]) -> ScoreCheck:
+def _check(
+    content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]
+) -> ScoreCheck:
     """Compare results, and the lines of documents, with what the harness makes of the answers."""
     found = ScoreCheck()
     try:
@@ -529,28 +649,41 @@ def _check(content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str
     except FlexgenError as error:
         return ScoreCheck([str(error)])
     except Exception as error:  # of any task whose definition or data is not here
-        found.not_checked(f"scores, questions and right answers of {', '.join(content['configs'])}", error)
+        found.not_checked(
+            f"scores, questions and right answers of {', '.join(content['configs'])}", error
+        )
         return found
     made = json.loads(json.dumps(made, default=handle_non_serializable))
     for name, old in content["results"].items():
         found.differences += disagreements(name, old, made["results"].get(name), _SCORE_TOLERANCE)
     for task, of_task in lines.items():
         for line in made["samples"][task]:
-            line |= {"target": str(line["target"]), "filtered_resps": sanitize_list(line["filtered_resps"])}
+            line |= {
+                "target": str(line["target"]),
+                "filtered_resps": sanitize_list(line["filtered_resps"]),
+            }
         of_file = [{**line, "arguments": _requests(line)[0]} for line in of_task]
         old, new = (
-            {f"document {line['doc_id']}, filter {line['filter']}": {**line, "resps": ()} for line in some}
+            {
+                f"document {line['doc_id']}, filter {line['filter']}": {**line, "resps": ()}
+                for line in some
+            }
             for some in (of_file, made["samples"][task])
         )
         for name in {**new, **old}:
-            found.differences += disagreements(f"{task}, {name}", old.get(name), new.get(name), _SCORE_TOLERANCE)
+            found.differences += disagreements(
+                f"{task}, {name}", old.get(name), new.get(name), _SCORE_TOLERANCE
+            )
         if len(of_task) > len(old):
-            found.differences.append(f"{task} has {len(of_task) - len(old):,} documents more than once")
+            found.differences.append(
+                f"{task} has {len(of_task) - len(old):,} documents more than once"
+            )
     return found
 
 
 def recorded_answers(results: Path) -> Recorded:
-    """Return the documents that the harness has written beside its results, with the answers to their requests.
+    """Return the documents that the harness has written beside its results, with the answers to
+    their requests.
 
     A document is there once for each filter of its task.
     """
@@ -566,7 +699,9 @@ def recorded_answers(results: Path) -> Recorded:
         counts = []
         for request, answers in zip(requests, line["resps"], strict=True):
             documents = made[json.dumps(request, sort_keys=True)]
-            counts.append(documents.setdefault((task, line["doc_id"]), len(documents) * len(answers)))
+            counts.append(
+                documents.setdefault((task, line["doc_id"]), len(documents) * len(answers))
+            )
 
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
             import torch
@@ -590,8 +725,13 @@ def recorded_answers(results: Path) -> Recorded:
     @cache
     def logged() -> dict[str, list[Any]]:
         end = f"{results.stem.rpartition('_')[2]}.jsonl"
-        files = {task: results.with_name(f"samples_{task}_{end}").read_bytes() for task in content["configs"]}
-        return {task: [json.loads(line) for line in lines.splitlines()] for task, lines in files.items()}
+        files = {
+            task: results.with_name(f"samples_{task}_{end}").read_bytes()
+            for task in content["configs"]
+        }
+        return {
+            task: [json.loads(line) for line in lines.splitlines()] for task, lines in files.items()
+        }
 
     def read() -> list[RecordedAnswer]:
         return [
@@ -599,7 +739,13 @@ def recorded_answers(results: Path) -> Recorded:
             if line["filter"] == lines[0]["filter"]
         ]  # fmt: skip
 
-    return Recorded(results, "lm-eval --log_samples", record, read, lambda model: _check(content, model, logged()))
+    return Recorded(
+        results,
+        "lm-eval --log_samples",
+        record,
+        read,
+        lambda model: _check(content, model, logged()),
+    )
 
 
 def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
@@ -608,7 +754,9 @@ def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
     options: dict[str, Any] = {}
     for name, value in arguments.items():
         if name in _HARNESS_SETS:
-            raise UsageError(f"{name} is no model argument here; use the harness's {_HARNESS_SETS[name]}")
+            raise UsageError(
+                f"{name} is no model argument here; use the harness's {_HARNESS_SETS[name]}"
+            )
         if name in FLAGS:
             flags[name] = value
         elif name in OPTIONS:
@@ -631,7 +779,13 @@ def _naming(request: Instance) -> Iterator[None]:
 
 
 def _say_cut(excesses: Iterable[int]) -> None:
-    """Warn of contexts that lose their first tokens; excesses: by how many tokens each text is too long."""
+    """Warn of contexts that lose their first tokens; excesses: by how many tokens each text is too
+    long.
+    """
     cut = [excess for excess in excesses if excess > 0]
     if cut:
-        _log.warning("%d contexts lose their first tokens, up to %d, to fit into the window", len(cut), max(cut))
+        _log.warning(
+            "%d contexts lose their first tokens, up to %d, to fit into the window",
+            len(cut),
+            max(cut),
+        )

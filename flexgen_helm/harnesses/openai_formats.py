@@ -1,10 +1,13 @@
-"""OpenAI's completions and chat completions: a body becomes requests of ours, and their results a body. No torch.
+"""OpenAI's completions and chat completions: a body becomes requests of ours, and their results a
+body. No torch.
 
     parse_body(url, body)                    check every field; what is not known is refused by name
-    to_requests(asked, encoder, chat, …)     prompts and messages as token ids, one request for each prompt
-    to_body(asked, prompts, results, …)      choices with text or message, log-probabilities, usage
+    to_requests(asked, encoder, chat, …)     prompts and messages as token ids, one request for each
+    prompt to_body(asked, prompts, results, …)      choices with text or message, log-probabilities,
+    usage
 
-What makes an answer random is in the request alone: `seed`, or where it is left out a text that the caller gives.
+What makes an answer random is in the request alone: `seed`, or where it is left out a text that the
+caller gives.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class ApiError(RequestError):
     Next: Change the field that the message names.
     """
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
 
@@ -82,10 +87,15 @@ class Asked(BaseModel):
     max_tokens: int | None = Field(None, ge=0, description="a whole number, 0 or more")
     temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(1.0, ge=0, le=1, description="a number from 0 to 1")
-    n: int = Field(1, ge=1, le=MAX_COMPLETIONS, description=f"a whole number, from 1 to {MAX_COMPLETIONS:,}")
+    n: int = Field(
+        1, ge=1, le=MAX_COMPLETIONS, description=f"a whole number, from 1 to {MAX_COMPLETIONS:,}"
+    )
     # Seeds of OpenAI are 64-bit numbers.
     seed: int | None = Field(
-        None, ge=-(2**63), le=2**63 - 1, description=f"a whole number, from {-(2**63):,} to {2**63 - 1:,}"
+        None,
+        ge=-(2**63),
+        le=2**63 - 1,
+        description=(f"a whole number, from {-(2**63):,} to {2**63 - 1:,}"),
     )
     stop: _Text | list[_Text] = Field([], description="a text or a list of texts")
     user: str | None = Field(None, description="a string")
@@ -102,7 +112,9 @@ class Asked(BaseModel):
 
     @property
     def num_alternatives(self) -> int | None:
-        """How many of the most probable tokens are wanted at each position; None without log-probabilities."""
+        """How many of the most probable tokens are wanted at each position; None without
+        log-probabilities.
+        """
         raise NotImplementedError
 
 
@@ -110,9 +122,9 @@ class AskedText(Asked):
     """A body of /v1/completions."""
 
     max_tokens: int | None = Field(COMPLETION_TOKENS, ge=0, description="a whole number, 0 or more")
-    prompt: str | _Ids | Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)] = Field(
-        description=f"a text, a list of token ids, or a list of up to {MAX_PROMPTS:,} such"
-    )
+    prompt: (
+        str | _Ids | Annotated[list[str | _Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    ) = Field(description=f"a text, a list of token ids, or a list of up to {MAX_PROMPTS:,} such")
     echo: bool = Field(False, description="true or false")
     logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number, from 0 to {MAX_TOP_LOGPROBS}"
@@ -135,7 +147,9 @@ class AskedChat(Asked):
     messages: list[Json]
     max_completion_tokens: int | None = Field(None, ge=0, description="a whole number, 0 or more")
     logprobs: bool = Field(False, description="true or false")
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number, from 0 to {MAX_TOP_LOGPROBS}")
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_TOP_LOGPROBS, description=f"a whole number, from 0 to {MAX_TOP_LOGPROBS}"
+    )
 
     @property
     def prompts(self) -> Sequence[Any]:
@@ -192,7 +206,11 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> Asked:
         raise ApiError(f"url is {_short(url)}; it must be {' or '.join(ENDPOINTS)}", "url")
     if not isinstance(body, dict):
         raise ApiError(f"body is {_short(body)}; it must be an object", "body")
-    given = {name: value for name, value in body.items() if value is not None and not _is_one(value, _NONE.get(name))}
+    given = {
+        name: value
+        for name, value in body.items()
+        if value is not None and not _is_one(value, _NONE.get(name))
+    }
     if body.get("max_tokens") == -1:
         given["max_tokens"] = None  # left out, it is 16 for a completion
     streaming = () if may_stream else ("stream", "stream_options")
@@ -227,7 +245,9 @@ def _drop_neutral(given: Json, known: Sequence[str], neutral: _Values, url: str)
             text = f"{_short(name)} is not supported by {url}; {meant}"
             raise ApiError(text, name[:60], "unknown_parameter")
         value = given.pop(name)
-        is_neutral = isinstance(value, str) if name in _IDENTIFIERS else _is_one(value, neutral[name])
+        is_neutral = (
+            isinstance(value, str) if name in _IDENTIFIERS else _is_one(value, neutral[name])
+        )
         if not is_neutral:
             text = f"{name} is {_short(value)}, which is not supported; leave it out"
             raise ApiError(text, name, "unsupported_value")
@@ -238,7 +258,8 @@ def to_requests(
 ) -> list[EncodedPrompt]:
     """Return the prompts of a body, encoded.
 
-    chat: renders messages; needed for a chat only. unseeded: what random draws depend on where no seed is given.
+    chat: renders messages; needed for a chat only. unseeded: what random draws depend on where no
+        seed is given.
     Raises `RequestError` for a text that cannot be encoded, and messages that the template refuses.
     """
     encoded = []
@@ -265,14 +286,18 @@ def to_requests(
             seed=_seed(asked, f"{unseeded}/{index}"),
             stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             n=asked.n,
-            echo_logprobs=isinstance(asked, AskedText) and asked.echo and asked.logprobs is not None,
+            echo_logprobs=isinstance(asked, AskedText)
+            and asked.echo
+            and asked.logprobs is not None,
             ignore_eos=asked.ignore_eos,
             thinking=thinking,
             top_logprobs=asked.num_alternatives or 0,
         )
         request.validate()
         identity = chat.identity if thinking is not None and chat is not None else None
-        encoded.append(EncodedPrompt(text, ids, KeyedRequest(request, request_key(request, identity))))
+        encoded.append(
+            EncodedPrompt(text, ids, KeyedRequest(request, request_key(request, identity)))
+        )
     return encoded
 
 
@@ -281,7 +306,9 @@ def _seed(asked: Asked, unseeded: str) -> int:
         return 0
     if asked.seed is not None:
         return asked.seed
-    return int.from_bytes(hashlib.sha256(unseeded.encode("utf-8", "surrogatepass")).digest()[:4], "big")
+    return int.from_bytes(
+        hashlib.sha256(unseeded.encode("utf-8", "surrogatepass")).digest()[:4], "big"
+    )
 
 
 # From results to body
@@ -296,7 +323,8 @@ def to_body(
 ) -> Json:
     """Return the body of a successful response.
 
-    results: of the prompts, in order. head: `id`, `created` and `model` as they are given back; `id` gets a prefix.
+    results: of the prompts, in order. head: `id`, `created` and `model` as they are given back;
+        `id` gets a prefix.
     """
     is_chat = isinstance(asked, AskedChat)
     choices: list[Json] = []
@@ -332,7 +360,10 @@ def _message(asked: Asked, completion: Completion, tokenizer: Tokenizer) -> Json
             "content": [
                 {
                     **_token(text, token, logprob, tokenizer),
-                    "top_logprobs": [_token(_text_of(id_, tokenizer), id_, value, tokenizer) for id_, value in top],
+                    "top_logprobs": [
+                        _token(_text_of(id_, tokenizer), id_, value, tokenizer)
+                        for id_, value in top
+                    ],
                 }
                 for (text, token, logprob), top in zip(tokens, tops, strict=True)
             ]
@@ -350,7 +381,11 @@ def _text_of(token: int, tokenizer: Tokenizer) -> str:
 
 
 def _text(
-    asked: AskedText, prompt: EncodedPrompt, result: GenerationResult, completion: Completion, tokenizer: Tokenizer
+    asked: AskedText,
+    prompt: EncodedPrompt,
+    result: GenerationResult,
+    completion: Completion,
+    tokenizer: Tokenizer,
 ) -> Json:
     text = prompt.text + completion.text if asked.echo else completion.text
     if asked.num_alternatives is None:
@@ -377,7 +412,9 @@ def _text(
 
 
 def _top(text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
-    """Return log-probabilities by text, of the token itself too; of tokens with one text the most probable one's."""
+    """Return log-probabilities by text, of the token itself too; of tokens with one text the most
+    probable one's.
+    """
     found: dict[str, float] = {}
     for token, value in top:
         found.setdefault(_text_of(token, tokenizer), value)
@@ -386,7 +423,9 @@ def _top(text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer) -> d
 
 
 def to_events(asked: Asked, body: Json) -> list[Json]:
-    """Return the events of a stream that sends a body in one piece, and its usage in a last one where it is asked."""
+    """Return the events of a stream that sends a body in one piece, and its usage in a last one
+    where it is asked.
+    """
     with_usage = asked.stream_options.get("include_usage", False)
     is_chat = isinstance(asked, AskedChat)
     common = {name: body[name] for name in ("id", "created", "model")}
@@ -395,14 +434,20 @@ def to_events(asked: Asked, body: Json) -> list[Json]:
     events = []
     for choice in body["choices"]:
         if is_chat:
-            message = {name: value for name, value in choice["message"].items() if value is not None}
-            choice = {name: value for name, value in choice.items() if name != "message"} | {"delta": message}
+            message = {
+                name: value for name, value in choice["message"].items() if value is not None
+            }
+            choice = {name: value for name, value in choice.items() if name != "message"} | {
+                "delta": message
+            }
         events.append({**common, "choices": [choice]})
     return [*events, {**common, "choices": [], "usage": body["usage"]}] if with_usage else events
 
 
 def _offsets(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Return where in the text each token begins; one that continues a character begins where that does."""
+    """Return where in the text each token begins; one that continues a character begins where that
+    does.
+    """
     decoder, offsets, length = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
     for token in ids:
         offsets.append(length)
@@ -418,14 +463,26 @@ def _short(value: Any) -> str:
 
 
 # By which clients leave a field out.
-_NONE: _Values = {"seed": (-1,), "max_tokens": (-1,), "max_completion_tokens": (-1,), "logprobs": (False,)}
+_NONE: _Values = {
+    "seed": (-1,),
+    "max_tokens": (-1,),
+    "max_completion_tokens": (-1,),
+    "logprobs": (False,),
+}
 # What changes nothing at these values, and is refused at others.
 _NEUTRAL: _Values = {
-    **dict.fromkeys(("stream", "store", "use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(
+        ("stream", "store", "use_beam_search", "early_stopping", "include_stop_str_in_output"),
+        (False,),
+    ),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     # What vLLM takes where they are left out.
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)),
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)
+    ),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty", "min_p", "min_tokens", "priority"), (0,)
+    ),
     **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("logit_bias", "metadata", "chat_template_kwargs"), ({},)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words"), ([],)),
@@ -454,7 +511,9 @@ _CODES = {
     "greater_than_equal": "integer_below_min_value",
     "less_than_equal": "integer_above_max_value",
     "missing": "missing_required_parameter",
-    **dict.fromkeys(("string_too_short", "too_short", "too_long", "literal_error"), "invalid_value"),
+    **dict.fromkeys(
+        ("string_too_short", "too_short", "too_long", "literal_error"), "invalid_value"
+    ),
 }
 # Keys of messages: answers are sent back with all that they came with.
 _NEUTRAL_KEYS: _Values = {
@@ -466,7 +525,9 @@ _NEUTRAL_KEYS: _Values = {
 
 def _is_one(value: Any, values: tuple[Any, ...] | None) -> bool:
     """Whether these JSON values have this one: 0 is no false."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values or ())
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values or ()
+    )
 
 
 def _messages(messages: Any) -> list[Json]:

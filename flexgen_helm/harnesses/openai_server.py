@@ -1,14 +1,15 @@
 """OpenAI's API for one model, over HTTP. This module alone imports starlette and uvicorn.
 
-    POST /v1/completions, /v1/chat/completions    body -> requests of ours (`openai_formats`) -> results -> body
-    GET  /v1/models, /v1/models/NAME, /health
+    POST /v1/completions, /v1/chat/completions    body -> requests of ours (`openai_formats`) ->
+    results -> body GET  /v1/models, /v1/models/NAME, /health
 
-A request passes two gates before it is computed: who asks (key, Host, Origin), and how much (bytes of its body, and
-completions). What is admitted is gathered by the service with the rest, computed as a block, and stored in the response
-cache, also where its client has gone. An equal request joins it. How many ask, and how slowly, is not limited.
+A request passes two gates before it is computed: who asks (key, Host, Origin), and how much (bytes
+of its body, and completions). What is admitted is gathered by the service with the rest, computed
+as a block, and stored in the response cache, also where its client has gone. An equal request joins
+it. How many ask, and how slowly, is not limited.
 
-Equal requests without a seed draw different tokens. The first, second, … of them draw the same in every process, so a
-server that was started again answers them from the cache.
+Equal requests without a seed draw different tokens. The first, second, … of them draw the same in
+every process, so a server that was started again answers them from the cache.
 """
 
 from __future__ import annotations
@@ -62,10 +63,14 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
 MAX_BODY_BYTES = 16 * 2**20
-MAX_DISCARDED_BYTES = 64 * 2**20  # of a longer body that are read, so that its client reads why it is refused
+# of a longer body that are read, so that its client reads why it is refused
+MAX_DISCARDED_BYTES = 64 * 2**20
 MAX_COMPLETIONS = 20_000  # of one request: prompts times n
 _GRACE_S = 2.0  # for answers that are on their way when the server is stopped
-_STOPPING = "the server is being stopped; finished answers are stored, and the same request to the next server goes on"
+_STOPPING = (
+    "the server is being stopped; finished answers are stored, and the same request to the next "
+    "server goes on"
+)
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,11 @@ class ServedModel:
 
 
 class OpenAIServer:
-    """The API of one model. `serve` returns once it is interrupted; after that the service may be closed.
+    """The API of one model. `serve` returns once it is interrupted; after that the service may be
+    closed.
 
-    key: what requests must bring as `Authorization: Bearer KEY`; without one, only requests to this machine by its
-        loopback names are answered, which no page of a browser can send.
+    key: what requests must bring as `Authorization: Bearer KEY`; without one, only requests to this
+        machine by its loopback names are answered, which no page of a browser can send.
     tell: shows a line to whoever watches the server.
     """
 
@@ -115,7 +121,10 @@ class OpenAIServer:
         """Return the ASGI application."""
         return Starlette(
             routes=[
-                *(Route(url, self._answered(self._complete), methods=["POST"]) for url in ENDPOINTS),
+                *(
+                    Route(url, self._answered(self._complete), methods=["POST"])
+                    for url in ENDPOINTS
+                ),
                 Route("/v1/models", self._answered(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", self._answered(self._one_model), methods=["GET"]),
                 Route("/health", self._answered(self._health), methods=["GET"]),
@@ -124,7 +133,9 @@ class OpenAIServer:
         )
 
     def _stop(self) -> None:
-        """Send waiting clients away. Called by a signal handler; uvicorn wakes its loop ten times a second."""
+        """Send waiting clients away. Called by a signal handler; uvicorn wakes its loop ten times a
+        second.
+        """
         self._is_stopping = True
         self._service.interrupt()
         for waiter in self._waiters:
@@ -148,7 +159,12 @@ class OpenAIServer:
             except Exception as error:  # the last resort
                 self.num_refused += 1
                 self._tell(f"a request failed: unexpected {type(error).__name__}: {error}")
-                return _error(ApiError(f"unexpected {type(error).__name__}; the server's output has more", status=500))
+                return _error(
+                    ApiError(
+                        f"unexpected {type(error).__name__}; the server's output has more",
+                        status=500,
+                    )
+                )
 
         return answer
 
@@ -166,7 +182,8 @@ class OpenAIServer:
         window = self._reader.facts(self._model.arguments).max_positions
         name, created = self._model.name, self._model.created
         return {
-            "id": name, "object": "model", "created": created, "owned_by": "flexgen_helm", "max_model_len": window,
+            "id": name, "object": "model", "created": created, "owned_by": "flexgen_helm",
+            "max_model_len": window,
         }  # fmt: skip
 
     async def _complete(self, request: Request) -> Response:
@@ -176,7 +193,11 @@ class OpenAIServer:
         self._check_model(asked.model)
         count = len(asked.prompts) * asked.n
         if count > MAX_COMPLETIONS:
-            raise ApiError(f"the request asks for {count:,} completions; at most {MAX_COMPLETIONS:,} are allowed", "n")
+            raise ApiError(
+                f"the request asks for {count:,} completions; at most {MAX_COMPLETIONS:,} are "
+                "allowed",
+                "n",
+            )
         unseeded = ""
         if identity is not None:
             self._draws[identity] += 1
@@ -185,16 +206,22 @@ class OpenAIServer:
         results = await self._results(prompts)
         return await self._in_thread(self._respond, asked, prompts, results)
 
-    async def _in_thread(self, function: Callable[[Unpack[_Arguments]], _T], *arguments: *_Arguments) -> _T:
+    async def _in_thread(
+        self, function: Callable[[Unpack[_Arguments]], _T], *arguments: *_Arguments
+    ) -> _T:
         return await to_thread.run_sync(function, *arguments, limiter=self._limiter)
 
     def _encode(self, asked: Asked, unseeded: str) -> list[EncodedPrompt]:
         model, reader = self._model.arguments, self._reader
         chat = reader.chat(model) if isinstance(asked, AskedChat) else None
-        return to_requests(asked, reader.encoder(model), chat, reader.facts(model).max_positions, unseeded)
+        return to_requests(
+            asked, reader.encoder(model), chat, reader.facts(model).max_positions, unseeded
+        )
 
     async def _results(self, prompts: Sequence[EncodedPrompt]) -> list[GenerationResult]:
-        """Wait for the results of a request; all of them are computed, whether or not somebody still waits."""
+        """Wait for the results of a request; all of them are computed, whether or not somebody
+        still waits.
+        """
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -222,9 +249,13 @@ class OpenAIServer:
             raise failed
         return results
 
-    def _respond(self, asked: Asked, prompts: Sequence[EncodedPrompt], results: Sequence[GenerationResult]) -> Response:
+    def _respond(
+        self, asked: Asked, prompts: Sequence[EncodedPrompt], results: Sequence[GenerationResult]
+    ) -> Response:
         tokenizer = self._reader.encoder(self._model.arguments).tokenizer
-        identity = hashlib.sha256("".join(prompt.request.key for prompt in prompts).encode()).hexdigest()[:24]
+        identity = hashlib.sha256(
+            "".join(prompt.request.key for prompt in prompts).encode()
+        ).hexdigest()[:24]
         head = {"id": identity, "created": int(time.time()), "model": self._model.name}
         body = to_body(asked, prompts, results, tokenizer, head)
         self.num_answered += 1
@@ -242,12 +273,15 @@ class OpenAIServer:
         host = headers.get("host", "")
         if self._key is not None:
             scheme, _, given = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._key.encode()):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(
+                given.strip().encode(), self._key.encode()
+            ):
                 raise ApiError("the request has no valid key; send 'Authorization: Bearer KEY'",
                                code="invalid_api_key", status=401)  # fmt: skip
         elif not is_loopback(_host_name(host)):
-            raise ApiError(f"the request is for the host {host[:60]!a}, and without a key this server answers for "
-                           "127.0.0.1, ::1 and localhost only", status=403)  # fmt: skip
+            raise ApiError(f"the request is for the host {host[:60]!a}, and without a key this "
+                           "server answers for 127.0.0.1, ::1 and localhost only",
+                           status=403)  # fmt: skip
         origin = headers.get("origin")
         if origin is not None and _netloc(origin) != host.lower():
             raise ApiError(f"pages of {origin[:60]!a} may not ask this server", status=403)
@@ -255,9 +289,14 @@ class OpenAIServer:
             return
         kind = headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(f"Content-Type is {kind[:60]!a}; it must be application/json", status=415)
+            raise ApiError(
+                f"Content-Type is {kind[:60]!a}; it must be application/json", status=415
+            )
         if (coding := headers.get("content-encoding", "identity")) != "identity":
-            raise ApiError(f"Content-Encoding is {coding[:60]!a}, which is not supported; leave it out", status=415)
+            raise ApiError(
+                f"Content-Encoding is {coding[:60]!a}, which is not supported; leave it out",
+                status=415,
+            )
 
     async def _read(self, request: Request) -> bytes:
         """Return the body. Raises `ApiError` where it is too long."""
@@ -280,12 +319,14 @@ class OpenAIServer:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model.name):
-            raise ApiError(f"the model {name!a} is not served here; {self._model.name!a} is", "model",
-                           "model_not_found", 404)  # fmt: skip
+            raise ApiError(f"the model {name!a} is not served here; {self._model.name!a} is",
+                           "model", "model_not_found", 404)  # fmt: skip
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by address or name, is this machine for itself; other names may lead anywhere."""
+    """Whether a host, by address or name, is this machine for itself; other names may lead
+    anywhere.
+    """
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
@@ -310,7 +351,9 @@ def _parse(url: str, content: bytes) -> tuple[Asked, bytes | None]:
     asked = parse_body(url, body, may_stream=True)
     if not asked.temperature or asked.seed is not None:
         return asked, None
-    drawn = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    drawn = {
+        name: value for name, value in body.items() if name not in ("stream", "stream_options")
+    }
     return asked, hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).digest()
 
 
@@ -329,7 +372,9 @@ def _netloc(origin: str) -> str:
 
 
 def _too_long() -> ApiError:
-    return ApiError(f"the body is longer than {size(MAX_BODY_BYTES)}; send fewer prompts at once", status=413)
+    return ApiError(
+        f"the body is longer than {size(MAX_BODY_BYTES)}; send fewer prompts at once", status=413
+    )
 
 
 def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -347,5 +392,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Return what starlette refuses (an unknown path, a method) in OpenAI's form."""
     assert isinstance(error, HTTPException)
     urls = ", ".join((*ENDPOINTS, "/v1/models", "/health"))
-    message = f"{request.method[:20]!a} {request.url.path[:60]!a}: {error.detail}; the server has {urls}"
+    message = (
+        f"{request.method[:20]!a} {request.url.path[:60]!a}: {error.detail}; the server has {urls}"
+    )
     return _error(ApiError(message, status=error.status_code))

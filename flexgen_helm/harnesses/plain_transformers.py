@@ -1,6 +1,8 @@
-"""What `transformers` alone says of answers, in float32, one sequence at a time and without a cache.
+"""What `transformers` alone says of answers, in float32, one sequence at a time and without a
+cache.
 
-It computes in a process of its own, which imports nothing of the engine. A line of JSON in, a line out.
+It computes in a process of its own, which imports nothing of the engine. A line of JSON in, a line
+out.
 """
 
 from __future__ import annotations
@@ -23,12 +25,18 @@ def by_transformers(
     answers: Sequence[tuple[GenerationRequest, GenerationResult]],
     tolerance: float,
 ) -> Iterator[tuple[tuple[GenerationRequest, GenerationResult], str]]:
-    """Yield answers with the log-probabilities of `transformers`, and what contradicts it; "" if nothing does.
+    """Yield answers with the log-probabilities of `transformers`, and what contradicts it; "" if
+    nothing does.
 
-    ends: token ids. tolerance: nats by which a greedy token, or the end, may be below the most probable token.
+    ends: token ids. tolerance: nats by which a greedy token, or the end, may be below the most
+        probable token.
     Raises `FlexgenError` where `transformers` fails.
     """
-    texts = [[*result.prompt_token_ids, *one.token_ids] for _, result in answers for one in result.completions]
+    texts = [
+        [*result.prompt_token_ids, *one.token_ids]
+        for _, result in answers
+        for one in result.completions
+    ]
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__, str(folder)],
         input="".join(json.dumps([ids, sorted(ends) or [0]]) + "\n" for ids in texts),
@@ -39,8 +47,8 @@ def by_transformers(
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise FlexgenError(
-            f"transformers ended with exit code {done.returncode} ({last[:300] or 'nothing said'}); "
-            f"it needs memory for all of {folder.name} in float32"
+            f"transformers ended with exit code {done.returncode} "
+            f"({last[:300] or 'nothing said'}); it needs memory for all of {folder.name} in float32"
         )
     scores = map(json.loads, done.stdout.splitlines())
     for request, result in answers:
@@ -49,28 +57,42 @@ def by_transformers(
             logprobs, leads, end = next(scores)
             completions.append(replace(completion, logprobs=tuple(logprobs[first:])))
             if request.temperature == 0:
-                least = min([least, *leads[first:], *[end] * (completion.finish_reason == "endoftext")])
+                least = min(
+                    [least, *leads[first:], *[end] * (completion.finish_reason == "endoftext")]
+                )
         greedy = result.prompt_greedy
         computed = replace(
             result,
             completions=tuple(completions),
-            prompt_logprobs=result.prompt_logprobs and (None, *logprobs[:first]),  # the first token has none
+            # the first token has none
+            prompt_logprobs=result.prompt_logprobs and (None, *logprobs[:first]),
             prompt_greedy=greedy
-            and (None, *(lead > (-tolerance if said else tolerance) for said, lead in zip(greedy[1:], leads))),
+            and (
+                None,
+                *(
+                    lead > (-tolerance if said else tolerance)
+                    for said, lead in zip(greedy[1:], leads)
+                ),
+            ),
         )
-        yield (request, computed), f"{-least:.3g} nats below the most probable token" if least < -tolerance else ""
+        yield (
+            (request, computed),
+            f"{-least:.3g} nats below the most probable token" if least < -tolerance else "",
+        )
 
 
 def _main(folder: str) -> None:
     """Answer lines: ids, and ids of which one may follow.
 
-    Of each token but the first its log-probability, and its lead over the most probable other token; and the lead of
-    the most probable end.
+    Of each token but the first its log-probability, and its lead over the most probable other
+    token; and the lead of the most probable end.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for line in sys.stdin:
         ids, ends = json.loads(line)
         with torch.inference_mode():
@@ -79,7 +101,10 @@ def _main(folder: str) -> None:
             scored = logits[:-1].gather(1, tokens)
             logprobs = scored - logits[:-1].logsumexp(1, keepdim=True)
             leads = scored - logits[:-1].scatter(1, tokens, float("-inf")).amax(1, keepdim=True)
-            end = logits[-1, ends].amax() - logits[-1].index_fill(0, torch.tensor(ends), float("-inf")).amax()
+            end = (
+                logits[-1, ends].amax()
+                - logits[-1].index_fill(0, torch.tensor(ends), float("-inf")).amax()
+            )
         print(json.dumps([logprobs[:, 0].tolist(), leads[:, 0].tolist(), end.item()]))
 
 

@@ -2,8 +2,9 @@
 
     y [T, out] = x [T, in] w^T        x in float32, w [out, in] as it rests
 
-The unit multiplies bfloat16 numbers, some 16 times as many in a second as others multiply in float32. So x is divided
-into three parts whose sum it is (`amx_loop`). Results are as exact as those of a product in float32.
+The unit multiplies bfloat16 numbers, some 16 times as many in a second as others multiply in
+float32. So x is divided into three parts whose sum it is (`amx_loop`). Results are as exact as
+those of a product in float32.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import KINDS, empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import Loops, imported
 
-# Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two panels of weights,
-# and that the parts take on all threads.
+# Most rows of x that are divided at once; bytes that a core's cache holds of their parts and of two
+# panels of weights, and that the parts take on all threads.
 _ROWS, _CACHE_BYTES, _MEMORY_BYTES = 128, 1_900_000, 16 << 20
-# What occupies a thread for longer than it takes to wake: multiplications, and rows that it divides for itself alone.
+# What occupies a thread for longer than it takes to wake: multiplications, and rows that it divides
+# for itself alone.
 _THREAD_PRODUCTS, _THREAD_ROWS = 1 << 19, 64
-# Linux gives a process the tile registers when it asks (arch_prctl: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+# Linux gives a process the tile registers when it asks (arch_prctl: ARCH_REQ_XCOMP_PERM,
+# XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
-# Rows of x below which vectors are faster, for matrices of a width below `_WIDE` and for wider ones: a tile has 16
-# rows, and weights in parts have to be divided first.
+# Rows of x below which vectors are faster, for matrices of a width below `_WIDE` and for wider
+# ones: a tile has 16 rows, and weights in parts have to be divided first.
 _LEAST_ROWS, _WIDE = {torch.bfloat16: (3, 6), torch.float16: (6, 14), torch.float32: (16, 28)}, 2048
 
 _PANEL_OUTPUTS = 32
@@ -41,11 +44,15 @@ _PANEL_OUTPUTS = 32
 _thread_local = threading.local()
 
 
-def amx_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor | None:
-    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; None where there is no way.
+def amx_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False
+) -> Tensor | None:
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; None where there is
+    no way.
 
     x, bias: in float32; weight: float16, bfloat16 or float32, rows of neighbouring elements.
-    batch_invariant: it takes few rows as well, and the few outputs that a part of a streamed matrix may have.
+    batch_invariant: it takes few rows as well, and the few outputs that a part of a streamed matrix
+        may have.
     """
     outputs = weight.shape[0]
     if batch_invariant and outputs < _PANEL_OUTPUTS and has_amx():
@@ -57,12 +64,20 @@ def amx_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_inva
     return y if bias is None else add_bias(y, bias)
 
 
-def amx_matmuls(x: Tensor, weights: Sequence[Tensor], batch_invariant: bool = False) -> list[Tensor] | None:
+def amx_matmuls(
+    x: Tensor, weights: Sequence[Tensor], batch_invariant: bool = False
+) -> list[Tensor] | None:
     """x times each of some matrices of one dtype, as `amx_matmul`; x is divided once."""
     (count, width), dtype = x.shape, weights[0].dtype
-    if x.dtype != torch.float32 or not count or not all(_takes(weight.dtype, *weight.shape) for weight in weights):
+    if (
+        x.dtype != torch.float32
+        or not count
+        or not all(_takes(weight.dtype, *weight.shape) for weight in weights)
+    ):
         return None
-    if not all(operand.device.type == "cpu" and operand.stride(1) == 1 for operand in (x, *weights)):
+    if not all(
+        operand.device.type == "cpu" and operand.stride(1) == 1 for operand in (x, *weights)
+    ):
         return None
     if not all(weight.dtype == dtype and weight.shape[1] == width for weight in weights):
         return None
@@ -78,12 +93,16 @@ def has_amx() -> bool:
 
 
 def product_bytes(width: int) -> int:
-    """Return the most bytes that a product with a matrix of this width takes besides its operands, on all threads."""
+    """Return the most bytes that a product with a matrix of this width takes besides its operands,
+    on all threads.
+    """
     module, threads = _loops(), torch.get_num_threads()
     if module is None:
         return 0
     sizes = range(32, _most_rows(width, threads) + 1, 32)
-    return threads * max(module.scratch_bytes(rows, width, _block(module, rows, width)) for rows in sizes)
+    return threads * max(
+        module.scratch_bytes(rows, width, _block(module, rows, width)) for rows in sizes
+    )
 
 
 def _most_rows(width: int, threads: int) -> int:
@@ -92,8 +111,13 @@ def _most_rows(width: int, threads: int) -> int:
 
 
 def _block(module: ModuleType, rows: int, width: int) -> int:
-    """Return the columns of a block: all, or whole chains of sums, whose order depends on the width alone."""
-    most, chain = _CACHE_BYTES // (2 * module.PARTS * rows + module.PANEL_BYTES), module.CHAIN_STEPS * module.DEPTH
+    """Return the columns of a block: all, or whole chains of sums, whose order depends on the width
+    alone.
+    """
+    most, chain = (
+        _CACHE_BYTES // (2 * module.PARTS * rows + module.PANEL_BYTES),
+        module.CHAIN_STEPS * module.DEPTH,
+    )
     return width if width <= most else most // chain * chain
 
 
@@ -113,20 +137,41 @@ def _multiply(module: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[
     rows = -(-group_rows // (-(-group_rows // _most_rows(width, threads)) * 32)) * 32
     block = _block(module, rows, width)
     share = module.scratch_bytes(rows, width, block)
-    arguments = [KINDS[weights[0].dtype], x.data_ptr(), 4 * x.stride(0), count, width, block, rows, groups]
-    arguments += [_memory(threads * share), share, sum(panels), len(weights), table.buffer_info()[0]]
+    arguments = [
+        KINDS[weights[0].dtype],
+        x.data_ptr(),
+        4 * x.stride(0),
+        count,
+        width,
+        block,
+        rows,
+        groups,
+    ]
+    arguments += [
+        _memory(threads * share),
+        share,
+        sum(panels),
+        len(weights),
+        table.buffer_info()[0],
+    ]
     run_on_threads(module.multiply.address, arguments, threads)
     return products
 
 
 def _row_groups(count: int, threads: int) -> int:
-    """Return into how many parts the rows are divided: as many threads as have enough of them, else parts of these."""
+    """Return into how many parts the rows are divided: as many threads as have enough of them, else
+    parts of these.
+    """
     most = max(1, count // _THREAD_ROWS)
-    return max(groups for groups in range(1, threads + 1) if threads % groups == 0 and groups <= most)
+    return max(
+        groups for groups in range(1, threads + 1) if threads % groups == 0 and groups <= most
+    )
 
 
 def _memory(num_bytes: int) -> int:
-    """Return the address of memory that is this thread's until its next product, at a line of the cache."""
+    """Return the address of memory that is this thread's until its next product, at a line of the
+    cache.
+    """
     memory: Tensor | None = getattr(_thread_local, "memory", None)
     if memory is None or memory.numel() < num_bytes + 63:
         memory = _thread_local.memory = torch.empty(num_bytes + 63, dtype=torch.uint8, device="cpu")
@@ -134,7 +179,8 @@ def _memory(num_bytes: int) -> int:
 
 
 def _takes(dtype: torch.dtype, outputs: int, width: int) -> bool:
-    return dtype in KINDS and width % 32 == 0 and width > 0 and outputs >= _PANEL_OUTPUTS  # whole steps (`amx_loop`)
+    # whole steps (`amx_loop`)
+    return dtype in KINDS and width % 32 == 0 and width > 0 and outputs >= _PANEL_OUTPUTS
 
 
 def _loops() -> ModuleType | None:
@@ -151,12 +197,18 @@ def _has_unit() -> bool:
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    """Sums of one term, which nothing rounds: of numbers that have all bits, in x and in the weight."""
+    """Sums of one term, which nothing rounds: of numbers that have all bits, in x and in the
+    weight.
+    """
     number = torch.arange(64 * 64, device="cpu").mul(2654435761)
     bits = number.remainder(1 << 25).sub(1 << 24).view(64, 64)
-    one_term = torch.eye(64, dtype=torch.int64, device="cpu")[torch.arange(64, device="cpu").mul(7).remainder(64)]
+    one_term = torch.eye(64, dtype=torch.int64, device="cpu")[
+        torch.arange(64, device="cpu").mul(7).remainder(64)
+    ]
     for dtype in KINDS:
-        weight_bits = bits.remainder({torch.bfloat16: 1 << 8, torch.float16: 1 << 11}.get(dtype, 1 << 24))
+        weight_bits = bits.remainder(
+            {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}.get(dtype, 1 << 24)
+        )
         for x, weight in ((bits[:33], one_term[:35]), (one_term[:33], weight_bits[:35])):
             yield partial(_product, x.float(), weight.to(dtype))
 
@@ -166,4 +218,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.float().t() if y is None else y
 
 
-loops = Loops("products by the matrix unit", "flexgen_helm.kernels.amx_loop", _examples, tolerance=0.0)
+loops = Loops(
+    "products by the matrix unit", "flexgen_helm.kernels.amx_loop", _examples, tolerance=0.0
+)

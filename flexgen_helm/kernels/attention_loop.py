@@ -41,46 +41,59 @@ from flexgen_helm.kernels.emit import (
 )
 from flexgen_helm.kernels.team import FLOAT16, FLOAT32
 
-# Queries of a tile, in vectors, and keys (of the scores) or elements (of the output) of one step of a product: the sums
-# stay in registers.
+# Queries of a tile, in vectors, and keys (of the scores) or elements (of the output) of one step of
+# a product: the sums stay in registers.
 _QUERY_VECTORS, _STEP_ROWS = (3, 8) if HAS_AVX512 else (3, 4)
 TILE_QUERIES = _QUERY_VECTORS * LANES
 _ROW_BYTES = 4 * TILE_QUERIES
-# Rows of a tile, with a number for each query: the maximum of its scores, by what a new one shrinks the sums, the first
-# key that it sees, the one behind the last, its slope, its distance from key 0.
-# Twice two rows have 64 bits: the sum of its weights, and addresses. Scores [BLOCK_KEYS], queries [D] and a block's
-# outputs [D] follow, and the outputs [D] in 64 bits.
+# Rows of a tile, with a number for each query: the maximum of its scores, by what a new one shrinks
+# the sums, the first key that it sees, the one behind the last, its slope, its distance from key 0.
+# Twice two rows have 64 bits: the sum of its weights, and addresses. Scores [BLOCK_KEYS], queries
+# [D] and a block's outputs [D] follow, and the outputs [D] in 64 bits.
 _MAXIMUM, _SHRINKING, _LOW, _HIGH, _SLOPE, _DISTANCE, _SUM, _, _ADDRESSES, _, _SCORES = range(11)
 _QUERIES = _SCORES + BLOCK_KEYS
 
 
 def scratch_floats(head_dim: int) -> int:
-    """Numbers of 32 bits that a thread needs: of a tile, and of a block of keys or values that has 16 bits."""
+    """Numbers of 32 bits that a thread needs: of a tile, and of a block of keys or values that has
+    16 bits.
+    """
     return TILE_QUERIES * (_QUERIES + 4 * head_dim) + BLOCK_KEYS * head_dim
 
 
 @ir_statement((1, _STEP_ROWS), tuple(range(1, _QUERY_VECTORS + 1)))
 def _step(builder: Any, rows: int, vectors: int, *operands: Any) -> None:
-    """c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c whole tiles.
+    """c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c
+    whole tiles.
 
-    totals: 0, or rows of 64 bits which have the result instead: totals = totals shrinking + c, where c is not written.
+    totals: 0, or rows of 64 bits which have the result instead: totals = totals shrinking + c,
+        where c is not written.
     """
     a, a_row, a_column, b, count, c, adds, totals, shrinking = operands
     tile_bytes = 4 * TILE_QUERIES
-    targets = [[builder.add(c, INT64(i * tile_bytes + 4 * LANES * j)) for j in range(vectors)] for i in range(rows)]
+    targets = [
+        [builder.add(c, INT64(i * tile_bytes + 4 * LANES * j)) for j in range(vectors)]
+        for i in range(rows)
+    ]
     zero, keeps = ir.Constant(VECTOR, [0.0] * LANES), builder.icmp_signed("!=", adds, INT64(0))
-    starts = [[builder.select(keeps, load(builder, at, VECTOR, 4), zero) for at in row] for row in targets]
+    starts = [
+        [builder.select(keeps, load(builder, at, VECTOR, 4), zero) for at in row] for row in targets
+    ]
     a_rows = [builder.add(a, builder.mul(a_row, INT64(i))) for i in range(rows)]
     before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
     number, b_at, a_at = builder.phi(INT64), builder.phi(INT64), builder.phi(INT64)
     sums = [[builder.phi(VECTOR) for _ in range(vectors)] for _ in range(rows)]
-    values = [load(builder, builder.add(b_at, INT64(4 * LANES * j)), VECTOR, 4) for j in range(vectors)]
+    values = [
+        load(builder, builder.add(b_at, INT64(4 * LANES * j)), VECTOR, 4) for j in range(vectors)
+    ]
     results = []
     for row, row_sums in zip(a_rows, sums):
         factor = spread(builder, load(builder, builder.add(row, a_at), FLOAT, 4))
-        results.append([multiply_add(builder, factor, value, total) for value, total in zip(values, row_sums)])
+        results.append(
+            [multiply_add(builder, factor, value, total) for value, total in zip(values, row_sums)]
+        )
     for total, start, result in zip(chain(*sums), chain(*starts), chain(*results)):
         total.add_incoming(start, before)
         total.add_incoming(result, loop)
@@ -99,13 +112,18 @@ def _step(builder: Any, rows: int, vectors: int, *operands: Any) -> None:
             for at, result in zip(chain(*targets), chain(*results)):
                 store(builder, result, at, 4)
         with is_whole:
-            factors = [_wide(builder, load(builder, builder.add(shrinking, INT64(4 * LANES * j)), VECTOR, 4))
-                       for j in range(vectors)]  # fmt: skip
+            starts = [builder.add(shrinking, INT64(4 * LANES * j)) for j in range(vectors)]
+            factors = [_wide(builder, load(builder, at, VECTOR, 4)) for at in starts]
             for i, row in enumerate(results):
                 for j, result in enumerate(row):
                     at = builder.add(totals, INT64(2 * (i * tile_bytes + 4 * LANES * j)))
                     total = load(builder, at, _WIDE, 8)
-                    store(builder, multiply_add(builder, total, factors[j], _wide(builder, result)), at, 8)
+                    store(
+                        builder,
+                        multiply_add(builder, total, factors[j], _wide(builder, result)),
+                        at,
+                        8,
+                    )
 
 
 # Sums over all blocks: what each adds to a sum of a hundred thousand keys would be lost in 32 bits.
@@ -142,7 +160,9 @@ def _tanh(x: Any) -> Any:
 
 @_contracted
 def _bend(tile: Any, lanes: Any, count: Any, first_key: Any, cap: Any) -> None:
-    """Give the scores of a block [count, queries] a soft cap, if it is not 0, and ALiBi's slope times distance."""
+    """Give the scores of a block [count, queries] a soft cap, if it is not 0, and ALiBi's slope
+    times distance.
+    """
     slope, distance = tile[_SLOPE], tile[_DISTANCE]
     for key in range(count):
         scores, number = tile[_SCORES + key], np.float32(first_key + key)
@@ -160,7 +180,15 @@ def _exponential(builder: Any, x: Any) -> Any:
     rest = multiply_add(builder, power, _constant(-0.693359375), x)
     rest = multiply_add(builder, power, _constant(2.12194440e-4), rest)
     value = _constant(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
+    for factor in (
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+        1.0,
+        1.0,
+    ):
         value = multiply_add(builder, value, rest, _constant(factor))
     integer = ir.VectorType(INT32, LANES)
     exponent = builder.add(builder.fptosi(power, integer), ir.Constant(integer, [127] * LANES))
@@ -175,33 +203,47 @@ def _constant(value: float) -> Any:
 
 @ir_statement()
 def _soften(builder: Any, vectors: Any, count: Any, first_key: Any, tile: Any) -> None:
-    """Turn the scores of a block [count, queries] into weights, add these, and say how a new maximum shrinks sums.
+    """Turn the scores of a block [count, queries] into weights, add these, and say how a new
+    maximum shrinks sums.
 
     first_key: number of the block's first key; -1 if each query sees all of them.
     """
     kept = [cgutils.alloca_once(builder, kind) for kind in (VECTOR, _WIDE)]
     with cgutils.for_range(builder, vectors) as column:
         offset = builder.mul(column.index, INT64(4 * LANES))
-        at = {row: builder.add(tile, builder.add(offset, INT64(row * _ROW_BYTES))) for row in range(_ADDRESSES)}
+        at = {
+            row: builder.add(tile, builder.add(offset, INT64(row * _ROW_BYTES)))
+            for row in range(_ADDRESSES)
+        }
         scores = builder.add(tile, builder.add(offset, INT64(_SCORES * _ROW_BYTES)))
         with builder.if_then(builder.icmp_signed(">=", first_key, INT64(0))):
             low, high = (load(builder, at[row], VECTOR, 4) for row in (_LOW, _HIGH))
             with _rows(builder, scores, count) as (score_at, key):
                 number = spread(builder, builder.sitofp(builder.add(first_key, key), FLOAT))
-                sees = builder.and_(builder.fcmp_ordered(">=", number, low), builder.fcmp_ordered("<", number, high))
-                score = builder.select(sees, load(builder, score_at, VECTOR, 4), _constant(float("-inf")))
+                sees = builder.and_(
+                    builder.fcmp_ordered(">=", number, low), builder.fcmp_ordered("<", number, high)
+                )
+                score = builder.select(
+                    sees, load(builder, score_at, VECTOR, 4), _constant(float("-inf"))
+                )
                 store(builder, score, score_at, 4)
         before = load(builder, at[_MAXIMUM], VECTOR, 4)
         builder.store(before, kept[0])
         with _rows(builder, scores, count) as (score_at, _):
             score, largest = load(builder, score_at, VECTOR, 4), builder.load(kept[0])
-            builder.store(builder.select(builder.fcmp_ordered(">", score, largest), score, largest), kept[0])
+            builder.store(
+                builder.select(builder.fcmp_ordered(">", score, largest), score, largest), kept[0]
+            )
         largest = builder.load(kept[0])
         shrinking = _exponential(builder, builder.fsub(before, largest))
         sum_at = builder.add(at[_SUM], offset)  # twice as far
-        builder.store(builder.fmul(load(builder, sum_at, _WIDE, 8), _wide(builder, shrinking)), kept[1])
+        builder.store(
+            builder.fmul(load(builder, sum_at, _WIDE, 8), _wide(builder, shrinking)), kept[1]
+        )
         with _rows(builder, scores, count) as (score_at, _):
-            weight = _exponential(builder, builder.fsub(load(builder, score_at, VECTOR, 4), largest))
+            weight = _exponential(
+                builder, builder.fsub(load(builder, score_at, VECTOR, 4), largest)
+            )
             store(builder, weight, score_at, 4)
             builder.store(builder.fadd(builder.load(kept[1]), _wide(builder, weight)), kept[1])
         store(builder, largest, at[_MAXIMUM], 4)
@@ -218,7 +260,9 @@ def _rows(builder: Any, first: Any, count: Any) -> Iterator[tuple[Any, Any]]:
 
 @ir_statement()
 def _turn_in(builder: Any, addresses: Any, offset: Any, factor: Any, target: Any) -> None:
-    """Load a vector at `offset` of the rows at the addresses; store the elements, times a factor, as rows of a tile."""
+    """Load a vector at `offset` of the rows at the addresses; store the elements, times a factor,
+    as rows of a tile.
+    """
     scale = spread(builder, load(builder, factor, FLOAT, 4))
     at = [load(builder, builder.add(addresses, INT64(8 * i)), INT64, 8) for i in range(LANES)]
     rows = [load(builder, builder.add(row, offset), VECTOR, 4) for row in at]
@@ -228,10 +272,14 @@ def _turn_in(builder: Any, addresses: Any, offset: Any, factor: Any, target: Any
 
 @ir_statement()
 def _turn_out(builder: Any, source: Any, sums: Any, addresses: Any, offset: Any) -> None:
-    """Store rows of 64 bits, over the sum of each column, at `offset` of the rows at the addresses, in 32 bits."""
+    """Store rows of 64 bits, over the sum of each column, at `offset` of the rows at the addresses,
+    in 32 bits.
+    """
     factor = builder.fdiv(ir.Constant(_WIDE, [1.0] * LANES), load(builder, sums, _WIDE, 8))
     at = [builder.add(source, INT64(2 * _ROW_BYTES * i)) for i in range(LANES)]
-    rows = [builder.fptrunc(builder.fmul(load(builder, row, _WIDE, 8), factor), VECTOR) for row in at]
+    rows = [
+        builder.fptrunc(builder.fmul(load(builder, row, _WIDE, 8), factor), VECTOR) for row in at
+    ]
     for i, column in enumerate(transposed(builder, rows)):
         row = load(builder, builder.add(addresses, INT64(8 * i)), INT64, 8)
         store(builder, column, builder.add(row, offset), 4)
@@ -239,7 +287,9 @@ def _turn_out(builder: Any, source: Any, sums: Any, addresses: Any, offset: Any)
 
 @njit
 def _as_float32(kind: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any, Any]:
-    """Return where rows are in float32, and the bytes of a row; those of 16 bits are written to target [rows, size]."""
+    """Return where rows are in float32, and the bytes of a row; those of 16 bits are written to
+    target [rows, size].
+    """
     if kind == FLOAT32:
         return rows, row_bytes
     for number in range(len(target)):
@@ -255,21 +305,38 @@ def _as_float32(kind: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any,
 
 
 @njit
-def _score_keys(keys: Any, row_bytes: Any, queries: Any, size: Any, scores: Any, count: Any, vectors: Any) -> None:
+def _score_keys(
+    keys: Any, row_bytes: Any, queries: Any, size: Any, scores: Any, count: Any, vectors: Any
+) -> None:
     """Scores [count, queries] of keys [count, size]."""
     at = 0
     while at < count:
         step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
-        _step((step, vectors, keys + at * row_bytes, row_bytes, 4, queries, size, scores + at * _ROW_BYTES, 0, 0, 0))
+        _step(
+            (
+                step,
+                vectors,
+                keys + at * row_bytes,
+                row_bytes,
+                4,
+                queries,
+                size,
+                scores + at * _ROW_BYTES,
+                0,
+                0,
+                0,
+            )
+        )
         at += step
 
 
 @njit
 def _add_values(
-    values: Any, row_bytes: Any, weights: Any, count: Any, outputs: Any, size: Any, vectors: Any, adds: Any,
-    totals: Any, shrinking: Any,
+    values: Any, row_bytes: Any, weights: Any, count: Any, outputs: Any, size: Any, vectors: Any,
+    adds: Any, totals: Any, shrinking: Any,
 ) -> None:  # fmt: skip
-    """Add values [count, size] times weights [count, queries] to a block's outputs [size, queries]; adds: 0 begins.
+    """Add values [count, size] times weights [count, queries] to a block's outputs [size, queries];
+    adds: 0 begins.
 
     totals: of all blocks, to which the block's outputs are added with their last values; 0 before.
     """
@@ -278,7 +345,21 @@ def _add_values(
         step = _STEP_ROWS if at + _STEP_ROWS <= size else 1
         whole = totals + 2 * at * _ROW_BYTES if totals else 0
         part = outputs + at * _ROW_BYTES
-        _step((step, vectors, values + 4 * at, 4, row_bytes, weights, count, part, adds, whole, shrinking))
+        _step(
+            (
+                step,
+                vectors,
+                values + 4 * at,
+                4,
+                row_bytes,
+                weights,
+                count,
+                part,
+                adds,
+                whole,
+                shrinking,
+            )
+        )
         at += step
 
 
@@ -296,10 +377,11 @@ def _oldest(position: Any, window: Any, is_chunked: Any) -> Any:
 
 @njit
 def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) -> None:
-    """Attention of a tile: some of a job's (token, query head) pairs of one key head, over its segments.
+    """Attention of a tile: some of a job's (token, query head) pairs of one key head, over its
+    segments.
 
-    Products have keys or elements of a head for rows, and queries for columns, so keys and values are read as they
-    are, and a query's maximum is that of a column.
+    Products have keys or elements of a head for rows, and queries for columns, so keys and values
+    are read as they are, and a query's maximum is that of a column.
     """
     segments, q, q_row, q_head, out, out_row, out_head, lse, state, heads = given[2:12]
     group, size, window, factors, positions, all_slopes, is_chunked, kind = given[12:20]
@@ -311,7 +393,10 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
     tile = numba.carray(pointer(scratch), (_QUERIES + size, TILE_QUERIES), np.float32)
     queries, of_block = scratch + _QUERIES * _ROW_BYTES, scratch + (_QUERIES + size) * _ROW_BYTES
     scores, totals = scratch + _SCORES * _ROW_BYTES, of_block + size * _ROW_BYTES
-    wide, outputs = totals + 2 * size * _ROW_BYTES, numba.carray(pointer(totals), (size, TILE_QUERIES), np.float64)
+    wide, outputs = (
+        totals + 2 * size * _ROW_BYTES,
+        numba.carray(pointer(totals), (size, TILE_QUERIES), np.float64),
+    )
     sums = numba.carray(pointer(scratch + _SUM * _ROW_BYTES), TILE_QUERIES, np.float64)
     addresses = integers(scratch + _ADDRESSES * _ROW_BYTES, TILE_QUERIES)
     vectors, turned = (rows + LANES - 1) // LANES, size // LANES * LANES
@@ -334,22 +419,35 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
         if all_slopes:
             tile[_SLOPE, lane] = floats(all_slopes + 4 * row_head, 1)[0]
         at = position[row // group]
-        tile[_LOW, lane], tile[_HIGH, lane], tile[_DISTANCE, lane] = _oldest(at, window, is_chunked), at + 1, -at
+        tile[_LOW, lane], tile[_HIGH, lane], tile[_DISTANCE, lane] = (
+            _oldest(at, window, is_chunked),
+            at + 1,
+            -at,
+        )
     for lane in range(0, lanes, LANES):
         for element in range(0, turned, LANES):
             at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
             _turn_in((at, 4 * element, factors, queries + element * _ROW_BYTES + 4 * lane))
     seen_by = position[first_row // group : (first_row + rows - 1) // group + 1]
     first_position, last_position = seen_by.min(), seen_by.max()
-    first_segment, last_segment = integers(segments + 64 * job[2], 8), integers(segments + 64 * (job[3] - 1), 8)
+    first_segment, last_segment = (
+        integers(segments + 64 * job[2], 8),
+        integers(segments + 64 * (job[3] - 1), 8),
+    )
     end = min(last_position + 1, last_segment[6] + last_segment[7])
     end = end if is_whole else min(end, job[5])
     all_see_to, all_see_from = first_position + 1, _oldest(last_position, window, is_chunked)
-    # Blocks lie at multiples of their size, so a query's sums depend neither on segments nor on others of its tile.
-    oldest = max(begin, first_segment[7], _oldest(first_position, window, is_chunked) // BLOCK_KEYS * BLOCK_KEYS)
+    # Blocks lie at multiples of their size, so a query's sums depend neither on segments nor on
+    # others of its tile.
+    oldest = max(
+        begin,
+        first_segment[7],
+        _oldest(first_position, window, is_chunked) // BLOCK_KEYS * BLOCK_KEYS,
+    )
     for block in range(oldest // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
         block_begin, block_end = max(block, first_segment[7]), min(block + BLOCK_KEYS, end)
-        for is_value in range(2):  # scores of all pieces, their weights, and the values of all pieces
+        # scores of all pieces, their weights, and the values of all pieces
+        for is_value in range(2):
             for number in range(job[2], job[3]):
                 segment = integers(segments + 64 * number, 8)
                 start, row_bytes = segment[7], segment[2 + is_value]
@@ -363,7 +461,18 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
                 if is_value:
                     to, adds = totals if end_key == block_end else 0, 1 if key > block_begin else 0
                     shrinking = scratch + _SHRINKING * _ROW_BYTES
-                    _add_values(piece, row_bytes, of_keys, count, of_block, size, vectors, adds, to, shrinking)
+                    _add_values(
+                        piece,
+                        row_bytes,
+                        of_keys,
+                        count,
+                        of_block,
+                        size,
+                        vectors,
+                        adds,
+                        to,
+                        shrinking,
+                    )
                 else:
                     _score_keys(piece, row_bytes, queries, size, of_keys, count, vectors)
             if not is_value:
@@ -384,8 +493,11 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
                 after[element] = outputs[element, lane]
             after[size] = sums[lane]
             continue
-        if sums[lane] == 0:  # all scores are minus infinity: no number, as elsewhere; or no key is seen
-            sees = max(tile[_LOW, lane], np.float32(first_segment[7])) < min(tile[_HIGH, lane], np.float32(end))
+        # all scores are minus infinity: no number, as elsewhere; or no key is seen
+        if sums[lane] == 0:
+            sees = max(tile[_LOW, lane], np.float32(first_segment[7])) < min(
+                tile[_HIGH, lane], np.float32(end)
+            )
             sums[lane] = np.nan if sees else 1
             weight = np.float32(-np.inf)
         floats(lse + 4 * number, 1)[0] = np.float32(math.log(sums[lane]) + weight)
@@ -403,14 +515,17 @@ def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) 
 def attend(address: Any) -> None:
     """Attention of tokens to the segments of keys that each sees, up to its position.
 
-    Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its rows and heads, the
-    log-sum-exps, what later jobs go on from, key heads, query heads of one, elements of a head, window (0: none),
-    address of scale and soft cap (0: none), positions of all tokens, each head's slope (0: none), whether positions are
-    divided into chunks of the window, the kind of keys' and values' elements, scratch memory, its bytes for a thread.
-    A job has 6 integers: first token, tokens, its first segment, the one behind its last, the first key position that
-    it takes, and the one behind the last (0: all). The next job of its tokens, which begins where it ends, goes on from
-    what it leaves in 64 bits: outputs [D] before the division and the sum; maxima in place of the log-sum-exps.
-    A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads, length, first position.
+    Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its
+    rows and heads, the log-sum-exps, what later jobs go on from, key heads, query heads of one,
+    elements of a head, window (0: none), address of scale and soft cap (0: none), positions of all
+    tokens, each head's slope (0: none), whether positions are divided into chunks of the window,
+    the kind of keys' and values' elements, scratch memory, its bytes for a thread.
+    A job has 6 integers: first token, tokens, its first segment, the one behind its last, the first
+    key position that it takes, and the one behind the last (0: all). The next job of its tokens,
+    which begins where it ends, goes on from what it leaves in 64 bits: outputs [D] before the
+    division and the sum; maxima in place of the log-sum-exps.
+    A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads,
+        length, first position.
     Each of a job begins where the one before it ends.
     """
     part, parts = part_of_thread(address)

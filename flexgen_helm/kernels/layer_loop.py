@@ -1,10 +1,13 @@
-"""What a layer computes between its products, compiled: norms, rotations, gates, and the storing of new tokens.
+"""What a layer computes between its products, compiled: norms, rotations, gates, and the storing of
+new tokens.
 
-Each number is computed by the same operations wherever it is, so rows do not depend on their number.
+Each number is computed by the same operations wherever it is, so rows do not depend on their
+number.
 
-Each thread of a team calls a loop with the address of the call's 64-bit numbers: a header, and what `operands` returns
-in the order of "Arguments". Tensors are given by their addresses. `part_of_thread` says which share of the rows is this
-thread's, and `done` reports that it is computed (`kernels.emit`, `kernels.team`).
+Each thread of a team calls a loop with the address of the call's 64-bit numbers: a header, and what
+`operands` returns in the order of "Arguments". Tensors are given by their addresses.
+`part_of_thread` says which share of the rows is this thread's, and `done` reports that it is
+computed (`kernels.emit`, `kernels.team`).
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def _sum_of_squares(address: Any, width: Any) -> Any:
 def norm_rows(address: Any) -> None:
     """y = x / sqrt(mean(x^2) + eps) (weight + more), by rows.
 
-    Arguments: x, bytes of its rows, y without gaps, weight, rows, width, address of eps and more in float32.
+    Arguments: x, bytes of its rows, y without gaps, weight, rows, width, address of eps and more in
+        float32.
     """
     part, parts = part_of_thread(address)
     source, row_bytes, target, weights, count, width, numbers = operands(address, 7)
@@ -60,13 +64,16 @@ def norm_rows(address: Any) -> None:
 
 @Loop
 def rotate_rows(address: Any) -> None:
-    """Rotate the halves of the first `size` elements of each head against each other; the others are copied.
+    """Rotate the halves of the first `size` elements of each head against each other; the others
+    are copied.
 
-    Arguments: x, bytes of its tokens and heads, y without gaps, cosines and sines [tokens, size], tokens, heads,
-    elements of a head, size.
+    Arguments: x, bytes of its tokens and heads, y without gaps, cosines and sines [tokens, size],
+    tokens, heads, elements of a head, size.
     """
     part, parts = part_of_thread(address)
-    source, token_bytes, head_bytes, target, cosines, sines, tokens, heads, width, size = operands(address, 10)
+    source, token_bytes, head_bytes, target, cosines, sines, tokens, heads, width, size = operands(
+        address, 10
+    )
     half = size // 2
     for token in range(tokens * part // parts, tokens * (part + 1) // parts):
         cos, sin = floats(cosines + token * size * 4, size), floats(sines + token * size * 4, size)
@@ -107,7 +114,8 @@ def _times_sigmoid(x: Any, z: Any) -> Any:
 
 @Loop
 def combine_rows(address: Any) -> None:
-    """x = activation(x) y, or x + y. Arguments: which one, x and y without gaps (no y, 0: it is 1), their elements.
+    """x = activation(x) y, or x + y. Arguments: which one, x and y without gaps (no y, 0: it is 1),
+    their elements.
 
     GELU by tanh: x (1 + tanh(z / 2)) / 2 = x sigmoid(z), with z = sqrt(8 / pi) (x + 0.044715 x^3).
     """
@@ -115,14 +123,19 @@ def combine_rows(address: Any) -> None:
     kind, target, source, elements = operands(address, 4)
     first = elements * part // parts
     count = elements * (part + 1) // parts - first
-    x, y = floats(target + 4 * first, count), floats((source if source else target) + 4 * first, count)
+    x, y = (
+        floats(target + 4 * first, count),
+        floats((source if source else target) + 4 * first, count),
+    )
     if kind == SILU:
         for i in range(count):
             x[i] = _times_sigmoid(x[i], x[i]) * (y[i] if source else _ONE)
     elif kind == GELU_TANH:
         for i in range(count):
             cube = x[i] * x[i] * x[i] * np.float32(0.044715)
-            x[i] = _times_sigmoid(x[i], (x[i] + cube) * np.float32(1.5957691216057308)) * (y[i] if source else _ONE)
+            x[i] = _times_sigmoid(x[i], (x[i] + cube) * np.float32(1.5957691216057308)) * (
+                y[i] if source else _ONE
+            )
     else:
         for i in range(count):
             x[i] += y[i]
@@ -146,8 +159,8 @@ def bias_rows(address: Any) -> None:
 def put_rows(address: Any) -> None:
     """Copy row i, of several heads in float32, to target[slots[i], units[i]].
 
-    Arguments, strides in bytes: rows, stride of a row, of a head; target, stride of a slot, of a unit, of a head; slots
-    and units (64-bit numbers), how many rows, heads, elements of a head.
+    Arguments, strides in bytes: rows, stride of a row, of a head; target, stride of a slot, of a
+    unit, of a head; slots and units (64-bit numbers), how many rows, heads, elements of a head.
     """
     part, parts = part_of_thread(address)
     given = operands(address, 12)
@@ -157,7 +170,13 @@ def put_rows(address: Any) -> None:
     for number in range(count * part // parts, count * (part + 1) // parts):
         for head in range(heads):
             source = floats(rows + number * row_bytes + head * head_bytes, width)
-            to = floats(target + slot[number] * slot_bytes + unit[number] * unit_bytes + head * to_head_bytes, width)
+            to = floats(
+                target
+                + slot[number] * slot_bytes
+                + unit[number] * unit_bytes
+                + head * to_head_bytes,
+                width,
+            )
             for i in range(width):
                 to[i] = source[i]
     done(address, part)

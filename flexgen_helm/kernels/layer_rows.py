@@ -1,7 +1,9 @@
-"""What a layer computes between its products: norms, rotations, gates, and the storing of new tokens.
+"""What a layer computes between its products: norms, rotations, gates, and the storing of new
+tokens.
 
-PyTorch takes 2 to 14 operations for each of them. A pass of few rows would spend more time on starting operations than
-on computing them. A compiled loop is one call, and reads what many rows have once; it takes float32 on the host.
+PyTorch takes 2 to 14 operations for each of them. A pass of few rows would spend more time on
+starting operations than on computing them. A compiled loop is one call, and reads what many rows
+have once; it takes float32 on the host.
 
 Shapes: T tokens, N elements of a row, D elements of a head.
 """
@@ -25,15 +27,21 @@ _THREAD_ELEMENTS = 1 << 15
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
-    """Divide each row by its root mean square, times `weight` (Zhang and Sennrich, 2019); return the same shape.
+    """Divide each row by its root mean square, times `weight` (Zhang and Sennrich, 2019); return
+    the same shape.
 
     x: [..., N]; float32 within, whatever its precision.
     weight: [N], of the same precision.
-    plus_one: one is added to the weight, in float32: in 16 bits the sum would lose what the weight has.
+    plus_one: one is added to the weight, in float32: in 16 bits the sum would lose what the weight
+        has.
     """
     width = x.shape[-1]
     suits = _is_float(x) and (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1))
-    if not suits or (weight is not None and not _suits(weight, width)) or (module := loops()) is None:
+    if (
+        not suits
+        or (weight is not None and not _suits(weight, width))
+        or (module := loops()) is None
+    ):
         if plus_one and weight is not None:
             return F.rms_norm(x.float(), (width,), weight.float() + 1.0, eps).to(x.dtype)
         return F.rms_norm(x, (width,), weight, eps)
@@ -41,7 +49,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
     weight = _ones(width) if weight is None else weight
     row_bytes = 4 * x.stride(0) if x.dim() == 2 else 4 * width
     constants = _constants(eps, float(plus_one))  # held until the loop has ended
-    arguments = [x.data_ptr(), row_bytes, y.data_ptr(), weight.data_ptr(), x.numel() // width, width]
+    arguments = [
+        x.data_ptr(),
+        row_bytes,
+        y.data_ptr(),
+        weight.data_ptr(),
+        x.numel() // width,
+        width,
+    ]
     arguments.append(constants.ctypes.data)
     run_on_threads(module.norm_rows.address, arguments, x.numel() // _THREAD_ELEMENTS)
     return y
@@ -53,7 +68,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: [T, heads, D]; cos, sin: [T, 1, R].
     """
     size = cos.shape[-1]
-    suits = _is_float(x) and x.stride(2) == 1 and _suits(cos, len(x) * size) and _suits(sin, len(x) * size)
+    suits = (
+        _is_float(x)
+        and x.stride(2) == 1
+        and _suits(cos, len(x) * size)
+        and _suits(sin, len(x) * size)
+    )
     if not suits or size > x.shape[-1] or (module := loops()) is None:
         if size < x.shape[-1]:
             return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
@@ -63,13 +83,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y[..., second].addcmul_(x[..., first], sin[..., second])
         return y
     y = empty(x.shape)
-    addresses = [x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1), y.data_ptr(), cos.data_ptr(), sin.data_ptr()]
-    run_on_threads(module.rotate_rows.address, [*addresses, *x.shape, size], x.numel() // _THREAD_ELEMENTS)
+    addresses = [
+        x.data_ptr(),
+        4 * x.stride(0),
+        4 * x.stride(1),
+        y.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+    ]
+    run_on_threads(
+        module.rotate_rows.address, [*addresses, *x.shape, size], x.numel() // _THREAD_ELEMENTS
+    )
     return y
 
 
 def gate(activation: str, x: Tensor, up: Tensor | None = None) -> Tensor | None:
-    """activation(x), times up if given, both [T, N] -> x, overwritten; None for what no loop computes."""
+    """activation(x), times up if given, both [T, N] -> x, overwritten; None for what no loop
+    computes.
+    """
     is_known = activation in ("silu", "gelu_tanh")
     return x if is_known and _combine(activation, x, up) else None
 
@@ -80,11 +111,20 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _combine(kind: str, x: Tensor, y: Tensor | None) -> bool:
-    """Overwrite x in a loop, if it suits; kind: a constant's name of `layer_loop`, in small letters."""
-    suits = all(_is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, y) if z is not None)
+    """Overwrite x in a loop, if it suits; kind: a constant's name of `layer_loop`, in small
+    letters.
+    """
+    suits = all(
+        _is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, y) if z is not None
+    )
     if not suits or (module := loops()) is None:
         return False
-    arguments = [getattr(module, kind.upper()), x.data_ptr(), 0 if y is None else y.data_ptr(), x.numel()]
+    arguments = [
+        getattr(module, kind.upper()),
+        x.data_ptr(),
+        0 if y is None else y.data_ptr(),
+        x.numel(),
+    ]
     run_on_threads(module.combine_rows.address, arguments, x.numel() // _THREAD_ELEMENTS)
     return True
 
@@ -104,8 +144,15 @@ def put_rows(target: Tensor, slots: Tensor, units: Tensor, rows: Tensor) -> Tens
 
     slots, units: [n], of 64 bits.
     """
-    suits = _is_float(target) and _is_float(rows) and target.dim() == 4 and target.stride(3) == 1 == rows.stride(-1)
-    suits = suits and all(index.dtype == torch.int64 and index.is_contiguous() for index in (slots, units))
+    suits = (
+        _is_float(target)
+        and _is_float(rows)
+        and target.dim() == 4
+        and target.stride(3) == 1 == rows.stride(-1)
+    )
+    suits = suits and all(
+        index.dtype == torch.int64 and index.is_contiguous() for index in (slots, units)
+    )
     if not suits or not len(slots) or (module := loops()) is None:
         target[slots, units] = rows
         return target

@@ -1,10 +1,12 @@
 """The product of rows with a matrix as it rests, compiled for how its rows are stored (`loops`).
 
     few rows of x     vectors of weights are made in registers, and multiplied with several rows
-    more              a tile of the matrix is brought to the cache in float32, some columns after the others
+    more              a tile of the matrix is brought to the cache in float32, some columns after
+    the others
 
-A result depends on its row of x and its row of the matrix alone, whatever rows there are and however many threads: both
-ways add up each lane of a vector over the width, then the lanes. Columns that fill no vector come last (`add_rest`).
+A result depends on its row of x and its row of the matrix alone, whatever rows there are and
+however many threads: both ways add up each lane of a vector over the width, then the lanes. Columns
+    that fill no vector come last (`add_rest`).
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
 
 # Rows of x and of the matrix whose sums, and what they are made of, stay in registers.
 ROWS, OUTPUTS = (4, 4) if HAS_AVX512 else (2, 4)
-# Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next: it stays in the
-# first cache beside some rows of x, and sums in the second.
+# Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next:
+# it stays in the first cache beside some rows of x, and sums in the second.
 _TILE_OUTPUTS, _TILE_VALUES, _TILE_ROWS = 16, 256, 128
 
 
@@ -72,7 +74,11 @@ def of_kind(kind: int) -> Stored:
     """Return how rows of 16 or 32 bits are stored."""
 
     def weights(builder: Any, at: Any) -> Iterator[Any]:
-        yield load(builder, at, VECTOR, 4) if kind == FLOAT32 else widen(builder, at, kind == BFLOAT16)
+        yield (
+            load(builder, at, VECTOR, 4)
+            if kind == FLOAT32
+            else widen(builder, at, kind == BFLOAT16)
+        )
 
     return Stored(f"kind_{kind}", LANES, LANES * (4 if kind == FLOAT32 else 2), weights, 16)
 
@@ -115,20 +121,27 @@ def _decode(address: Any) -> None:
 
 
 def _multiply(address: Any) -> None:
-    """y = x w^T for x [T, width] in float32 and w [outputs, width], over whole steps; there is one at least.
+    """y = x w^T for x [T, width] in float32 and w [outputs, width], over whole steps; there is one
+    at least.
 
     Arguments: x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs, steps.
     """
     part, parts = part_of_thread(address)
     x, x_row, w, w_row, y, y_row, count, outputs, steps = operands(address, 9)
     groups = (outputs + OUTPUTS - 1) // OUTPUTS
-    begin, end = groups * part // parts * OUTPUTS, min(groups * (part + 1) // parts * OUTPUTS, outputs)
+    begin, end = (
+        groups * part // parts * OUTPUTS,
+        min(groups * (part + 1) // parts * OUTPUTS, outputs),
+    )
     if count <= _FEW_ROWS:
         for output in range(begin, end, OUTPUTS):
             last = min(output + OUTPUTS, end) - 1
             for row in range(0, count, ROWS):
                 rows, to = 1 if row == count - 1 else ROWS, y + row * y_row + 4 * output
-                from_x, from_w = (x + row * x_row, x_row, count - 1 - row), (w + output * w_row, w_row, last - output)
+                from_x, from_w = (
+                    (x + row * x_row, x_row, count - 1 - row),
+                    (w + output * w_row, w_row, last - output),
+                )
                 _multiply_stored((rows, 1, 1, *from_x, *from_w, steps, 0, to, y_row))
         done(address, part)
         return
@@ -143,16 +156,34 @@ def _multiply(address: Any) -> None:
             last = min(first + _TILE_OUTPUTS, end) - 1
             for step in range(0, steps, most):
                 number, at = min(most, steps - step), w + step * _BYTES
-                ahead = most * _BYTES if step + most < steps else _TILE_OUTPUTS * w_row - step * _BYTES
+                ahead = (
+                    most * _BYTES if step + most < steps else _TILE_OUTPUTS * w_row - step * _BYTES
+                )
                 for output in range(first, last + 1):
-                    _decode_stored((at + output * w_row, number, tile + (output - first) * tile_row, ahead))
+                    _decode_stored(
+                        (at + output * w_row, number, tile + (output - first) * tile_row, ahead)
+                    )
                 sums = tile + _TILE_OUTPUTS * tile_row
                 for row in range(first_row, last_row + 1, ROWS):
                     from_x = x + row * x_row + step * _VALUES * 4, x_row, last_row - row
                     for output in range(first, last + 1, OUTPUTS):
                         from_w = tile + (output - first) * tile_row, tile_row, last - output
-                        flags, to = (int(step == 0), int(step + most >= steps)), y + row * y_row + 4 * output
-                        _multiply_floats((ROWS, *flags, *from_x, *from_w, number * _VALUES // LANES, sums, to, y_row))
+                        flags, to = (
+                            (int(step == 0), int(step + most >= steps)),
+                            y + row * y_row + 4 * output,
+                        )
+                        _multiply_floats(
+                            (
+                                ROWS,
+                                *flags,
+                                *from_x,
+                                *from_w,
+                                number * _VALUES // LANES,
+                                sums,
+                                to,
+                                y_row,
+                            )
+                        )
                         sums += size
     memory[0] = 0  # it is in use until here
     done(address, part)
@@ -162,7 +193,8 @@ def _multiply(address: Any) -> None:
 def add_rest(address: Any) -> None:
     """y += x w^T over the columns that fill no vector.
 
-    Arguments: kind of w, x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs, width.
+    Arguments: kind of w, x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T,
+        outputs, width.
     """
     part, parts = part_of_thread(address)
     kind, x, x_row, w, w_row, y, y_row, count, outputs, width = operands(address, 10)
@@ -186,13 +218,19 @@ def add_rest(address: Any) -> None:
 # ---- in LLVM's language ----
 
 
-def write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_last: int, *given: Any) -> None:
-    """Add x[i] · w[j] to the sums of some rows of x and of the matrix, or store the totals in y[i, j].
+def write_product(
+    stored: Stored, builder: Any, rows: int, is_first: int, is_last: int, *given: Any
+) -> None:
+    """Add x[i] · w[j] to the sums of some rows of x and of the matrix, or store the totals in y[i,
+    j].
 
     is_first: sums begin with zero. is_last: the totals are stored, not the sums.
     """
     x, x_row, last, w, w_row, last_output, steps, at, y, y_row = given
-    x_rows, w_rows = _rows(builder, x, x_row, last, rows), _rows(builder, w, w_row, last_output, OUTPUTS)
+    x_rows, w_rows = (
+        _rows(builder, x, x_row, last, rows),
+        _rows(builder, w, w_row, last_output, OUTPUTS),
+    )
     addresses = [builder.add(at, INT64(4 * LANES * number)) for number in range(rows * OUTPUTS)]
     zero = ir.Constant(VECTOR, [0.0] * LANES)
     begun = [zero if is_first else load(builder, address, VECTOR, 4) for address in addresses]
@@ -209,7 +247,8 @@ def write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_las
         values = [load(builder, builder.add(row, column), VECTOR, 4) for row in x_rows]
         pairs = ((value, weight) for value in values for weight in weights)
         sums = [multiply_add(builder, *pair, total) for pair, total in zip(pairs, sums)]
-    for block in blocks:  # the rows of the next tile: the processor's own prefetcher stops at the end of a page
+    # the rows of the next tile: the processor's own prefetcher stops at the end of a page
+    for block in blocks:
         _prefetch(builder, stored, builder.add(block, builder.mul(w_row, INT64(OUTPUTS))))
     for phi, start, total in zip(phis, begun, sums):
         phi.add_incoming(start, before)
@@ -223,7 +262,10 @@ def write_product(stored: Stored, builder: Any, rows: int, is_first: int, is_las
             store(builder, total, address, 4)
         return
     totals, numbers = _totals(builder, sums)
-    results = (_rows(builder, row, INT64(4), last_output, OUTPUTS) for row in _rows(builder, y, y_row, last, rows))
+    results = (
+        _rows(builder, row, INT64(4), last_output, OUTPUTS)
+        for row in _rows(builder, y, y_row, last, rows)
+    )
     for number, address in enumerate(chain(*results)):
         store(builder, builder.extract_element(totals, INT32(numbers.index(number))), address, 4)
 
@@ -238,7 +280,9 @@ def _rows(builder: Any, first: Any, distance: Any, last: Any, count: int) -> lis
     return [builder.add(first, builder.mul(distance, number)) for number in numbers]
 
 
-def _write_floats(stored: Stored, builder: Any, packed: Any, steps: Any, target: Any, ahead: Any) -> None:
+def _write_floats(
+    stored: Stored, builder: Any, packed: Any, steps: Any, target: Any, ahead: Any
+) -> None:
     """Bring steps of a row to float32. ahead: bytes to those that come after them."""
     with cgutils.for_range(builder, steps) as loop:
         at = builder.add(packed, builder.mul(loop.index, INT64(stored.bytes)))
@@ -262,9 +306,14 @@ def _totals(builder: Any, vectors: list[Any]) -> tuple[Any, list[int]]:
     while size > 1:
         size //= 2
         low = [lane for lane in range(2 * LANES) if not lane & size]
-        masks = [ir.Constant(ir.VectorType(INT32, LANES), [lane + add for lane in low]) for add in (0, size)]
+        masks = [
+            ir.Constant(ir.VectorType(INT32, LANES), [lane + add for lane in low])
+            for add in (0, size)
+        ]
         firsts = range(0, len(vectors), 2)
         pairs = [(vectors[i], vectors[min(i + 1, len(vectors) - 1)]) for i in firsts]
         numbers = [numbers[i] + numbers[min(i + 1, len(vectors) - 1)] for i in firsts]
-        vectors = [builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
+        vectors = [
+            builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs
+        ]
     return vectors[0], numbers[0]

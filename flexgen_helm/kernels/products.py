@@ -13,14 +13,14 @@ from torch import Tensor
 from flexgen_helm.kernels.amx import amx_matmul, has_amx
 from flexgen_helm.kernels.vector_products import multiplies_as_stored, vector_matmul
 
-# Two compiled loops multiply in float32 on the host: by its matrix unit (`kernels.amx`) and by its vectors. They and
-# PyTorch differ in the last bits, so nothing that varies between two processes of a machine, such as a measurement, may
-# choose.
+# Two compiled loops multiply in float32 on the host: by its matrix unit (`kernels.amx`) and by its
+# vectors. They and PyTorch differ in the last bits, so nothing that varies between two processes of
+# a machine, such as a measurement, may choose.
 # Sizes of the measured products: side of the square weight, rows of x in decoding.
 _WEIGHT_SIZE, _DECODE_ROWS = 1024, 16
 _SQUARE = (_WEIGHT_SIZE, _WEIGHT_SIZE)
-# A product of `_DECODE_ROWS` rows that takes longer reveals a dtype that is hundreds of times slower than another, as
-# 16 bits are on many CPUs; measuring it at full size would take seconds.
+# A product of `_DECODE_ROWS` rows that takes longer reveals a dtype that is hundreds of times
+# slower than another, as 16 bits are on many CPUs; measuring it at full size would take seconds.
 _EMULATED_S = 0.05
 
 
@@ -28,14 +28,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; on one device.
 
     weight: in the dtype of x, or in one that the host `multiplies_as_stored`.
-    batch_invariant: the matrix unit multiplies few rows too, so the order of sums does not depend on T.
+    batch_invariant: the matrix unit multiplies few rows too, so the order of sums does not depend
+        on T.
     """
     y = linear_as_stored(x, weight, bias, batch_invariant)
     return F.linear(x, weight, bias) if y is None else y
 
 
-def linear_as_stored(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor | None:
-    """x [T, in] in float32 times weight [out, in] as it rests on the host, transposed, plus bias [out] -> [T, out].
+def linear_as_stored(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
+) -> Tensor | None:
+    """x [T, in] in float32 times weight [out, in] as it rests on the host, transposed, plus bias
+    [out] -> [T, out].
 
     None where PyTorch multiplies, in one dtype.
     """
@@ -43,14 +47,20 @@ def linear_as_stored(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invar
     return vector_matmul(x, weight, bias) if y is None else y
 
 
-def multiplied_dtype(device: torch.device, dtype: torch.dtype, storage_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that products in `dtype` take resident weights in: the stored one, or `dtype` itself."""
+def multiplied_dtype(
+    device: torch.device, dtype: torch.dtype, storage_dtype: torch.dtype
+) -> torch.dtype:
+    """Return the dtype that products in `dtype` take resident weights in: the stored one, or
+    `dtype` itself.
+    """
     on_host = device.type == "cpu" and dtype == torch.float32
     return storage_dtype if on_host and multiplies_as_stored(storage_dtype) else dtype
 
 
 @cache
-def matmul_flops(device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> float:
+def matmul_flops(
+    device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype | None = None
+) -> float:
     """Measure the rate of a square product, in FLOP/s (a multiply-add counts two).
 
     weight_dtype: as `multiplied_dtype` returns it; None for `dtype`.
@@ -66,7 +76,9 @@ def library_flops(device: torch.device, dtype: torch.dtype) -> float:
     return _rate(F.linear, dtype, torch.ones(_SQUARE, device=device, dtype=dtype))
 
 
-def _rate(product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype, weight: Tensor) -> float:
+def _rate(
+    product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype, weight: Tensor
+) -> float:
     emulated = _seconds(product, dtype, weight, _DECODE_ROWS) > _EMULATED_S
     rows = _DECODE_ROWS if emulated else _WEIGHT_SIZE
     return 2.0 * rows * _WEIGHT_SIZE**2 / _seconds(product, dtype, weight, rows)
@@ -75,7 +87,8 @@ def _rate(product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype,
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:
     """Choose the dtype of products for weights stored as `storage_dtype`.
 
-    CPUs: float32, because results are promised within 1e-4 of a float32 reference, which 16 bits cannot keep.
+    CPUs: float32, because results are promised within 1e-4 of a float32 reference, which 16 bits
+        cannot keep.
     Accelerators: the faster of the two by measurement; some cards emulate bfloat16.
     """
     if device.type == "cpu":
@@ -90,7 +103,9 @@ def product_library(device: torch.device, dtype: torch.dtype) -> str:
     return "AMX" if has_amx() else "vectors"
 
 
-def _seconds(product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype, weight: Tensor, rows: int) -> float:
+def _seconds(
+    product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype, weight: Tensor, rows: int
+) -> float:
     """Best of 4 calls; the first one also pays for start-up."""
     x = torch.ones(rows, _WEIGHT_SIZE, device=weight.device, dtype=dtype)
     best = float("inf")

@@ -1,10 +1,11 @@
 """Runs a compiled loop on PyTorch's own OpenMP threads.
 
-Threads of another pool would share the cores with PyTorch's, which spin for a while behind each of its operations. A
-hand-over to the OpenMP team takes a few microseconds, one to a pool of Python's dozens.
+Threads of another pool would share the cores with PyTorch's, which spin for a while behind each of
+its operations. A hand-over to the OpenMP team takes a few microseconds, one to a pool of Python's
+dozens.
 
-OpenMP's entry is the one that compilers of the GNU project call (`GOMP_parallel`). Where the library that PyTorch
-loaded has none, a loop runs on the calling thread alone.
+OpenMP's entry is the one that compilers of the GNU project call (`GOMP_parallel`). Where the
+library that PyTorch loaded has none, a loop runs on the calling thread alone.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ def team_size(most_threads: int) -> int:
 
 
 def run_on_threads(address: int, arguments: list[int], most_threads: int) -> None:
-    """Call the function at `address` on each thread with the header and `arguments`; return when all are done.
+    """Call the function at `address` on each thread with the header and `arguments`; return when
+    all are done.
 
-    The header has two numbers: the addresses of OpenMP's `omp_get_thread_num` and `omp_get_num_threads`, or zeros for
-    one thread alone. Before it is a word for each part of the work, the first one last: 0, `BEGUN`, or `DONE`. OpenMP
-    may start fewer threads than it was asked for.
+    The header has two numbers: the addresses of OpenMP's `omp_get_thread_num` and
+    `omp_get_num_threads`, or zeros for one thread alone. Before it is a word for each part of the
+    work, the first one last: 0, `BEGUN`, or `DONE`. OpenMP may start fewer threads than it was
+        asked for.
 
     most_threads: that have something to do; at most PyTorch's number of threads is used.
 
@@ -68,10 +71,12 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
 
 
 def stay_alone() -> None:
-    """Let PyTorch's operations of the calling thread, which is no engine's, run on it alone; for thread pools.
+    """Let PyTorch's operations of the calling thread, which is no engine's, run on it alone; for
+    thread pools.
 
-    OpenMP counts the threads of all teams in a process. As soon as a second thread has a team, they exceed the cores,
-    and all teams sleep instead of spinning: each operation of the engine begins 50 us later, not 7.
+    OpenMP counts the threads of all teams in a process. As soon as a second thread has a team, they
+    exceed the cores, and all teams sleep instead of spinning: each operation of the engine begins
+    50 us later, not 7.
     """
     torch.get_num_threads()  # sets this thread's number the first time
     if (alone := _omp_set_num_threads()) is not None:
@@ -93,7 +98,9 @@ def _omp_set_num_threads() -> Callable[[int], None] | None:
 
 @cache
 def _openmp() -> tuple[Callable[..., None], int, int] | None:
-    """Find `GOMP_parallel` among the libraries that PyTorch has loaded, and the addresses of what counts threads."""
+    """Find `GOMP_parallel` among the libraries that PyTorch has loaded, and the addresses of what
+    counts threads.
+    """
     try:
         loaded = ctypes.CDLL(str(_TORCH_CPU))
         parallel = loaded.GOMP_parallel

@@ -1,4 +1,5 @@
-"""Which compiled loops this process uses: those that compile here, and have computed what PyTorch computes.
+"""Which compiled loops this process uses: those that compile here, and have computed what PyTorch
+computes.
 
 `FLEXGEN_HELM_LOOPS=0` uses none.
 """
@@ -28,22 +29,33 @@ def imported(name: str) -> ModuleType | str:
         return "FLEXGEN_HELM_LOOPS=0"
     try:
         return import_module(name)
-    except Exception as error:  # numba raises what it likes, for example where no memory may be executed
+    # numba raises what it likes, for example where no memory may be executed
+    except Exception as error:
         reason = _first_line(error)
     if reason != "ModuleNotFoundError: No module named 'numba'":
-        report(Message(f"numba does not work here, so PyTorch computes what it compiles, more slowly ({reason})"))
+        report(
+            Message(
+                "numba does not work here, so PyTorch computes what it compiles, more slowly "
+                f"({reason})"
+            )
+        )
     return reason
 
 
 class Loops:
-    """Compiled loops of one module, tried before their first use: call it for the module, None if PyTorch computes.
+    """Compiled loops of one module, tried before their first use: call it for the module, None if
+    PyTorch computes.
 
     examples: computations that use them if they may; each is made with and without them.
     tolerance: of their results, relative and a tenth of it absolute.
     """
 
     def __init__(
-        self, what: str, module: str, examples: Callable[[], Iterable[Callable[[], Tensor]]], tolerance: float = 1e-5
+        self,
+        what: str,
+        module: str,
+        examples: Callable[[], Iterable[Callable[[], Tensor]]],
+        tolerance: float = 1e-5,
     ) -> None:
         self._what, self._name, self._examples, self._tolerance = what, module, examples, tolerance
         self._lock = RLock()
@@ -56,7 +68,8 @@ class Loops:
 
     def __call__(self) -> ModuleType | None:
         if not self._is_decided:
-            with self._lock:  # other threads wait for the end of the trial, whose examples call this too
+            # other threads wait for the end of the trial, whose examples call this too
+            with self._lock:
                 if not (self._is_decided or self._is_on_trial):
                     self._try()
         return self._module
@@ -67,7 +80,10 @@ class Loops:
         if isinstance(module, str):
             reason = module
         elif reason := self._why_not(module):
-            text = f"the compiled loop for {self._what} does not work here, so PyTorch is used, more slowly ({reason})"
+            text = (
+                f"the compiled loop for {self._what} does not work here, so PyTorch is used, more "
+                f"slowly ({reason})"
+            )
             report(Message(text))
         self._module = module if reason is None and isinstance(module, ModuleType) else None
         loops_in_use[self._what] = reason or "compiled"
@@ -81,7 +97,9 @@ class Loops:
                 self._module = None
                 expected = example()
                 self._module = module
-                if not torch.allclose(found, expected, rtol=self._tolerance, atol=0.1 * self._tolerance):
+                if not torch.allclose(
+                    found, expected, rtol=self._tolerance, atol=0.1 * self._tolerance
+                ):
                     return "it computes wrong numbers"
         except Exception as error:  # of a numba or an LLVM that we do not know
             return _first_line(error)

@@ -2,9 +2,10 @@
 
     y [T, out] = x [T, in] w^T        x in float32, w [out, in] as it rests
 
-A product of a few rows takes as long as its matrix takes to come from memory, and 16 bits are half of the bytes of a
-float32 copy. A vector of the matrix is widened in registers and multiplied with several rows. The order of a result's
-sums does not depend on the number of rows, so neither do its bits (`product_loop`).
+A product of a few rows takes as long as its matrix takes to come from memory, and 16 bits are half
+of the bytes of a float32 copy. A vector of the matrix is widened in registers and multiplied with
+several rows. The order of a result's sums does not depend on the number of rows, so neither do its
+bits (`product_loop`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def multiplies_as_stored(dtype: torch.dtype) -> bool:
 
 
 def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; None where there is no way.
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; None where there is
+    no way.
 
     x, bias: in float32; weight: float16, bfloat16 or float32, rows of neighbouring elements.
     """
@@ -41,7 +43,12 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if not suits or not multiplies_as_stored(weight.dtype) or (module := loops()) is None:
         return None
     y, kind = empty((count, outputs)), KINDS[weight.dtype]
-    arguments = [x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), weight.element_size() * weight.stride(0)]
+    arguments = [
+        x.data_ptr(),
+        4 * x.stride(0),
+        weight.data_ptr(),
+        weight.element_size() * weight.stride(0),
+    ]
     arguments += [y.data_ptr(), 4 * outputs, count, outputs]
     threads = weight.numel() * -(-count // 4) // _THREAD_ELEMENTS
     if width < module.LANES:
@@ -55,7 +62,9 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    """Small whole numbers, in which nothing is rounded, and columns that fill no vector: few rows of x, and many."""
+    """Small whole numbers, in which nothing is rounded, and columns that fill no vector: few rows
+    of x, and many.
+    """
     for dtype in filter(multiplies_as_stored, KINDS):
         weight = torch.arange(7 * 37, device="cpu").remainder(19).sub(9).to(dtype).view(7, -1)
         x = torch.arange(19 * 37, device="cpu").remainder(13).sub(6).float().view(19, -1)

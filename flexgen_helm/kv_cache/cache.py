@@ -1,9 +1,10 @@
-"""The KV cache of a run: cache blocks on the tiers that the plan names, each a storage with a codec.
+"""The KV cache of a run: cache blocks on the tiers that the plan names, each a storage with a
+codec.
 
-A block is opened when its first prompt is written. Its storage is where most of the planned share of a tier is
-missing, and so is that of its residual window, if the codec has one. Attention writes by `write` and `append` and reads
-by `read`, `read_selected` and `read_prefix`, whatever the placement. Units and planes are explained in
-`kv_cache.codec`.
+A block is opened when its first prompt is written. Its storage is where most of the planned share
+of a tier is missing, and so is that of its residual window, if the codec has one. Attention writes
+by `write` and `append` and reads by `read`, `read_selected` and `read_prefix`, whatever the
+placement. Units and planes are explained in `kv_cache.codec`.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 
 
 class BlockStates:
-    """States of layers that keep one of a sequence instead of its keys and values, on the compute device.
+    """States of layers that keep one of a sequence instead of its keys and values, on the compute
+    device.
 
-    A token changes the state, and a pass that broke off is made again from the state before it. So a layer has two
-    versions, [2, slots, elements] in float32: a pass reads one and writes the other, the next pass does the reverse.
+    A token changes the state, and a pass that broke off is made again from the state before it. So
+    a layer has two versions, [2, slots, elements] in float32: a pass reads one and writes the
+    other, the next pass does the reverse.
 
         pass of token     5   5 again   6   7
         reads version     1   1         0   1
@@ -58,17 +61,23 @@ class BlockStates:
     Behind a prompt both versions are the same.
     """
 
-    def __init__(self, block: CacheBlock, elements: SequenceOf[int], device: torch.device, one_layer: bool) -> None:
+    def __init__(
+        self, block: CacheBlock, elements: SequenceOf[int], device: torch.device, one_layer: bool
+    ) -> None:
         """elements: of each layer, 0 for one without states.
 
-        one_layer: all layers share one tensor, in which the next one's states take the place of the last one's.
+        one_layer: all layers share one tensor, in which the next one's states take the place of the
+            last one's.
         """
         self._block, self._one_layer = block, one_layer
         sizes = [max(elements)] if one_layer else elements
-        self._layers = [zeros((2, block.num_slots, size), device, torch.float32) if size else None for size in sizes]
+        self._layers = [
+            zeros((2, block.num_slots, size), device, torch.float32) if size else None
+            for size in sizes
+        ]
         self._elements = elements
-        # Of the last pass through each layer the version that it read, and which pass it was: its first sequence, and
-        # how many tokens of that were computed.
+        # Of the last pass through each layer the version that it read, and which pass it was: its
+        # first sequence, and how many tokens of that were computed.
         self._version_read = [0] * len(sizes)
         self._last_pass: list[tuple[Sequence, int] | None] = [None] * len(sizes)
 
@@ -81,7 +90,9 @@ class BlockStates:
         return self._versions(layer)[0, slot : slot + 1]
 
     def before(self, layer: int) -> Tensor:
-        """Return the states [B, elements] before the next token; the same again where the pass is made again."""
+        """Return the states [B, elements] before the next token; the same again where the pass is
+        made again.
+        """
         first, number = self._block.sequences[0], self._number(layer)
         this_pass = first, first.num_computed
         if self._last_pass[number] != this_pass:
@@ -165,24 +176,31 @@ class KVCache:
         dtype: of keys and values as they are computed.
         fractions: of the cache's bytes on each tier.
         room: bytes that blocks may take on each tier; None for all that is free.
-        cpu_attention: the host attends to plain blocks in its memory although a device computes the rest.
+        cpu_attention: the host attends to plain blocks in its memory although a device computes the
+            rest.
         cache_format: how older tokens are quantized; None: not at all.
-        one_layer: a pass takes all batches through a layer before the next one and nobody decodes (prefill-only),
-            so one layer's keys and values take the place of the last one's.
-        names_tiers: the scheduler may see where a block is, and joins blocks of one tier only. Ranks of a pipeline
-            must schedule alike, wherever each of them has its caches.
+        one_layer: a pass takes all batches through a layer before the next one and nobody decodes
+            (prefill-only), so one layer's keys and values take the place of the last one's.
+        names_tiers: the scheduler may see where a block is, and joins blocks of one tier only.
+            Ranks of a pipeline must schedule alike, wherever each of them has its caches.
         """
         self.codec = make_codec(cache_format, config.num_kv_heads, config.head_dim, dtype)
         self._window = WindowCodec(self.codec) if isinstance(self.codec, QuantizedCodec) else None
-        self._codecs: tuple[Codec, ...] = (self.codec,) if self._window is None else (self.codec, self._window)
+        self._codecs: tuple[Codec, ...] = (
+            (self.codec,) if self._window is None else (self.codec, self._window)
+        )
         self.one_layer, self._names_tiers = one_layer, names_tiers
         self._num_layers = 1 if one_layer else config.num_cache_layers
-        #  layer of the model        0    1   2   3     layer 0 keeps a state, layer 3 attends with the keys of layer 2
-        #  its keys in a storage   None   0   1   1
+        #  layer of the model        0    1   2   3     layer 0 keeps a state, layer 3 attends with
+        #  the keys of layer 2 its keys in a storage   None   0   1   1
         #  it stores them                yes yes  no
         numbers = config.cache_layers
-        self._stored_layers = tuple(0 if one_layer and number is not None else number for number in numbers)
-        self._stores = [one_layer or number not in numbers[:layer] for layer, number in enumerate(numbers)]
+        self._stored_layers = tuple(
+            0 if one_layer and number is not None else number for number in numbers
+        )
+        self._stores = [
+            one_layer or number not in numbers[:layer] for layer, number in enumerate(numbers)
+        ]
         self._states, self._state_bytes = config.layer_states, state_bytes(config, one_layer)
         self._tiers, self._fractions, self._room = tiers, fractions, room
         self._cpu_attention = cpu_attention and cache_format is None
@@ -195,8 +213,8 @@ class KVCache:
     def prefix_multiple(self) -> int | None:
         """Shared prefixes end at a multiple of so many tokens; None where none can be shared.
 
-        Tokens that are quantized together belong to one sequence. What sparse attention selects, it selects among all
-        older tokens.
+        Tokens that are quantized together belong to one sequence. What sparse attention selects, it
+        selects among all older tokens.
         """
         fmt = self.codec.cache_format
         return 1 if fmt is None else fmt.prefix_multiple
@@ -208,7 +226,9 @@ class KVCache:
 
     # Writing
 
-    def write(self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor, units: Planes) -> None:
+    def write(
+        self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor, units: Planes
+    ) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt; units: its whole groups, encoded."""
         if not self._stores[layer]:
             return
@@ -222,7 +242,8 @@ class KVCache:
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] of each sequence.
 
-        An earlier layer may have stored this one's: then only what is fetched for this one lacks the token.
+        An earlier layer may have stored this one's: then only what is fetched for this one lacks
+        the token.
         """
         stored, cache = self._stored_layer(layer), self._open(block)
         cache.newest.prefetch(stored)
@@ -246,7 +267,9 @@ class KVCache:
         return self._blocks[block].states.behind_prompt(layer, slot)
 
     def read_states(self, block: CacheBlock, layer: int) -> Tensor:
-        """Return the states [B, elements] before the next token of each sequence; the same until all have one more."""
+        """Return the states [B, elements] before the next token of each sequence; the same until
+        all have one more.
+        """
         states = self._open(block).states.before(layer)
         for slot, sequence in enumerate(block.sequences):
             if not sequence.num_computed:  # it goes on from another's prompt
@@ -264,7 +287,9 @@ class KVCache:
         stored, cache = self._stored_layer(layer), self._blocks[block]
         if not part.num_units:
             assert self._window is not None
-            return self._window.read(cache.newest.read(stored)[0][part.sequences], part.seen_quantized)
+            return self._window.read(
+                cache.newest.read(stored)[0][part.sequences], part.seen_quantized
+            )
         planes = self._read(cache, stored, part.sequences, slice(0, part.num_units))
         return self.codec.decode(0, planes[0]), self.codec.decode(1, planes[1])
 
@@ -274,28 +299,43 @@ class KVCache:
         planes = self._read(self._blocks[block], self._stored_layer(layer), part.sequences, units)
         return self.codec.decode(0, planes[0])
 
-    def read_selected(self, block: CacheBlock, layer: int, part: DecodePart, selected: TopK) -> Tensor:
+    def read_selected(
+        self, block: CacheBlock, layer: int, part: DecodePart, selected: TopK
+    ) -> Tensor:
         """Return the values [B, Hk, k, D] of selected keys; no others are brought."""
         storage = self._blocks[block].storage
         assert isinstance(self.codec, QuantizedCodec)
-        return self.codec.decode_selected(storage.select(self._stored_layer(layer), part.sequences, selected.keys))
+        return self.codec.decode_selected(
+            storage.select(self._stored_layer(layer), part.sequences, selected.keys)
+        )
 
     def read_prefix(self, block: CacheBlock, slot: int, layer: int, part: PrefixPart) -> KeysValues:
         """Return keys and values [Hk, n, D] of a part of a shared sequence."""
-        stored, cache, size = self._stored_layer(layer), self._blocks[block], self.codec.group_tokens
+        stored, cache, size = (
+            self._stored_layer(layer),
+            self._blocks[block],
+            self.codec.group_tokens,
+        )
         if not part.stored:
             assert self._window is not None and part.last - part.first <= self._window.ring_units
-            index = torch.arange(part.first, part.last, device=self._tiers.device) % self._window.ring_units
+            index = (
+                torch.arange(part.first, part.last, device=self._tiers.device)
+                % self._window.ring_units
+            )
             keys, values = self._window.tokens(cache.newest.read(stored)[0], slot, index)
             return keys.transpose(0, 1), values.transpose(0, 1)
         first, last = part.first // size, -(-part.last // size)
         planes = self._read(cache, stored, slice(slot, slot + 1), slice(first, last))
         tokens = slice(part.first - first * size, part.last - first * size)
-        keys, values = (self.codec.decode(half, plane)[0, :, tokens] for half, plane in enumerate(planes))
+        keys, values = (
+            self.codec.decode(half, plane)[0, :, tokens] for half, plane in enumerate(planes)
+        )
         return keys, values
 
     def prefetch(self, block: CacheBlock, layer: int) -> None:
-        """Begin to bring one layer of a block to where attention is computed; harmless where it is there."""
+        """Begin to bring one layer of a block to where attention is computed; harmless where it is
+        there.
+        """
         cache = self._blocks.get(block)
         if cache is not None and self._stored_layers[layer] is not None:
             for storage in cache.storages:
@@ -311,8 +351,11 @@ class KVCache:
     # Attention on the host
 
     def attends_on_host(self, block: CacheBlock) -> bool:
-        """Whether the host computes attention over this block, so that queries go there instead of keys here."""
-        return self._open(block).attends_on_host  # opened here by the first tokens of a prompt's completions
+        """Whether the host computes attention over this block, so that queries go there instead of
+        keys here.
+        """
+        # opened here by the first tokens of a prompt's completions
+        return self._open(block).attends_on_host
 
     def copy_to_host(self, kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(self._tiers.to_host(tensor, kind) for tensor in tensors)
@@ -322,8 +365,12 @@ class KVCache:
 
     # Blocks
 
-    def move(self, block: CacheBlock, source: int, target: int, tokens: int, stale_tokens: int) -> None:
-        """Make slot `target`, which has `stale_tokens`, a copy of slot `source` with its `tokens`."""
+    def move(
+        self, block: CacheBlock, source: int, target: int, tokens: int, stale_tokens: int
+    ) -> None:
+        """Make slot `target`, which has `stale_tokens`, a copy of slot `source` with its
+        `tokens`.
+        """
         cache = self._blocks[block]
         cache.states.move(source, target)
         for codec, storage in zip(self._codecs, cache.storages):
@@ -365,7 +412,9 @@ class KVCache:
         ledgers[self._tiers.compute_tier].release(cache.state_claim)
 
     def cancel(self) -> None:
-        """Drop what was prefetched: a pass has broken off, and the next one may mean other layers."""
+        """Drop what was prefetched: a pass has broken off, and the next one may mean other
+        layers.
+        """
         for cache in self._blocks.values():
             for storage in cache.storages:
                 storage.cancel()
@@ -391,20 +440,30 @@ class KVCache:
         cache = self._blocks.get(block)
         if cache is None:
             tier = self._choose_tier(block, self._storage_bytes(block))
-            cache = self._blocks[block] = self._claimed(block, tier, self._storage_bytes(block, tier))
+            cache = self._blocks[block] = self._claimed(
+                block, tier, self._storage_bytes(block, tier)
+            )
         return cache
 
     def _storage_bytes(self, block: CacheBlock, tier: Tier | None = None) -> int:
         """Return the bytes of a block's storages; a file has whole pages."""
         if tier == "disk":
-            return sum(file_layout(block, codec, self._num_layers).num_bytes for codec in self._codecs)
+            return sum(
+                file_layout(block, codec, self._num_layers).num_bytes for codec in self._codecs
+            )
         slot_bytes = sum(_units(block, codec) * codec.unit_bytes for codec in self._codecs)
         return self._num_layers * block.num_slots * slot_bytes
 
     def _claimed(
-        self, block: CacheBlock, tier: Tier, num_bytes: int, sources: SequenceOf[tuple[_BlockCache, int]] = ()
+        self,
+        block: CacheBlock,
+        tier: Tier,
+        num_bytes: int,
+        sources: SequenceOf[tuple[_BlockCache, int]] = (),
     ) -> _BlockCache:
-        """Claim memory on a tier and open the block there, with copies of other blocks' slots if given."""
+        """Claim memory on a tier and open the block there, with copies of other blocks' slots if
+        given.
+        """
         home, ledgers, storages = self._tiers.compute_tier, self._tiers.ledgers, list[Storage]()
         with (
             ledgers[home].claimed("cache", block.num_slots * self._state_bytes) as state_claim,
@@ -413,10 +472,18 @@ class KVCache:
             try:
                 for number, codec in enumerate(self._codecs):
                     copied = [
-                        SlotSource(cache.storages[number].settled(), slot, codec.num_units(sequence.num_computed))
+                        SlotSource(
+                            cache.storages[number].settled(),
+                            slot,
+                            codec.num_units(sequence.num_computed),
+                        )
                         for sequence, (cache, slot) in zip(block.sequences, sources)
                     ]
-                    storages.append(self._new_storage(block, tier, codec, f"cache-{claim.serial}-{number}", copied))
+                    storages.append(
+                        self._new_storage(
+                            block, tier, codec, f"cache-{claim.serial}-{number}", copied
+                        )
+                    )
                 states = BlockStates(block, self._states, self._tiers.device, self.one_layer)
             except BaseException:
                 _close(storages)
@@ -427,19 +494,30 @@ class KVCache:
         return _BlockCache(tuple(storages), states, claim, state_claim, on_host)
 
     def _new_storage(
-        self, block: CacheBlock, tier: Tier, codec: Codec, name: str, sources: SequenceOf[SlotSource]
+        self,
+        block: CacheBlock,
+        tier: Tier,
+        codec: Codec,
+        name: str,
+        sources: SequenceOf[SlotSource],
     ) -> Storage:
         """Open a storage; name: of its file on the disk."""
         tiers, layers = self._tiers, self._num_layers
         if tier == "disk":
             layout = file_layout(block, codec, layers)
-            return DiskStorage(tiers, codec, block, layout, tiers.directory().scratch(name, layout.num_bytes))
+            return DiskStorage(
+                tiers, codec, block, layout, tiers.directory().scratch(name, layout.num_bytes)
+            )
         is_fetched = tier != tiers.compute_tier and not self._cpu_attention
         device = tiers.device if tier == tiers.compute_tier else torch.device("cpu")
 
         def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             if is_fetched and tiers.copy_engine is not None:
-                return tiers.copy_engine.host_memory(prod(shape) * dtype.itemsize).view(dtype).view(shape)
+                return (
+                    tiers.copy_engine.host_memory(prod(shape) * dtype.itemsize)
+                    .view(dtype)
+                    .view(shape)
+                )
             return zeros(shape, device, dtype)
 
         memory = MemoryStorage(tier, codec, block.num_slots, _units(block, codec), allocate)
@@ -456,18 +534,26 @@ class KVCache:
 
     def _read(self, cache: _BlockCache, stored_layer: int, slots: slice, units: slice) -> Planes:
         """Return some units of some slots, of all planes."""
-        indices = [(slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes]
+        indices = [
+            (slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes
+        ]
         return tuple(data[index] for data, index in zip(cache.storage.read(stored_layer), indices))
 
     def _choose_tier(self, block: CacheBlock, num_bytes: int) -> Tier:
-        """Return where most is missing, of those tiers that have room: the blocks of a run rarely divide exactly.
+        """Return where most is missing, of those tiers that have room: the blocks of a run rarely
+        divide exactly.
 
-        If the planned room of none is left for a whole block, the slowest tier with free memory takes it: it has most.
+        If the planned room of none is left for a whole block, the slowest tier with free memory
+        takes it: it has most.
         """
         total = sum(self._held.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
         free = [tier for tier in allowed if self._tiers.ledgers[tier].free >= num_bytes]
-        planned = [tier for tier in free if self._room is None or self._held[tier] + num_bytes <= self._room[tier]]
+        planned = [
+            tier
+            for tier in free
+            if self._room is None or self._held[tier] + num_bytes <= self._room[tier]
+        ]
         tier = most_underfilled(planned or free[-1:] or allowed, self._fractions, self._held, total)
         if self._names_tiers:
             block.tier = tier

@@ -1,14 +1,15 @@
 """How keys and values of tokens are stored: as they are computed, or quantized in groups of tokens.
 
-A codec turns whole groups of tokens into units. A unit is a slice of one or two planes, the tensors that a storage
-keeps for each layer:
+A codec turns whole groups of tokens into units. A unit is a slice of one or two planes, the tensors
+that a storage keeps for each layer:
 
     plain       a unit is one token     planes: keys [slots, Hk, units, D] and values
-    quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes] and of values
+    quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes] and of
+    values
 
-The newest tokens of a quantized cache lie in its residual window: a storage of its own, on the same tier, whose units
-are tokens as they were computed. It is a ring, which keeps the newest W tokens: token p lies at unit p mod W. A group
-is encoded when its last token comes:
+The newest tokens of a quantized cache lie in its residual window: a storage of its own, on the same
+tier, whose units are tokens as they were computed. It is a ring, which keeps the newest W tokens:
+token p lies at unit p mod W. A group is encoded when its last token comes:
 
     tokens  0 … 31 | 32 … 63 | 64 …           W = residual window + group - 1
             stored    stored   window
@@ -72,12 +73,14 @@ class Codec(ABC):
 
     group_tokens: tokens of a unit.
     planes: what a storage keeps.
-    num_fetched_planes: leading planes that every query reads; of the others it reads what it selects.
-    window_tokens: newest tokens that a residual window keeps as they were computed; 0: queries read all tokens
-        from the storage.
+    num_fetched_planes: leading planes that every query reads; of the others it reads what it
+        selects.
+    window_tokens: newest tokens that a residual window keeps as they were computed; 0: queries read
+        all tokens from the storage.
     window_copies: of each of those tokens: 1, as it was computed; 2, also as quantizing leaves it.
     token_elements: elements of one token's keys in a layer.
-    ring_units: units of a slot, of which a new one takes the oldest one's place; 0: a slot has units for all tokens.
+    ring_units: units of a slot, of which a new one takes the oldest one's place; 0: a slot has
+        units for all tokens.
     cache_format: how older tokens are quantized and selected; None where nothing is.
     """
 
@@ -106,13 +109,16 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor) -> Planes:
-        """Encode whole groups of tokens [n * group_tokens, Hk, D] as units [n, *shape] of each plane."""
+        """Encode whole groups of tokens [n * group_tokens, Hk, D] as units [n, *shape] of each
+        plane.
+        """
 
     @abstractmethod
     def encode_prompts(
         self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
     ) -> Iterator[tuple[Planes, KeysValues]]:
-        """Yield of each prompt the units of its whole groups, and its older tokens as the last one sees them quantized.
+        """Yield of each prompt the units of its whole groups, and its older tokens as the last one
+        sees them quantized.
 
         k, v: [T, Hk, D], of all prompts.
         prompts: tokens of each, and whether it is stored; else it has no units.
@@ -120,11 +126,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, half: int, data: Tensor) -> Tensor:
-        """Decode units of B slots, as they lie in memory, to keys (half 0) or values (1) [B, Hk, T, D]."""
+        """Decode units of B slots, as they lie in memory, to keys (half 0) or values (1) [B, Hk, T,
+        D].
+        """
 
     @abstractmethod
     def num_stored(self, position: int) -> int:
-        """Return how many tokens the query at `position` reads from the storage; those behind are in the window."""
+        """Return how many tokens the query at `position` reads from the storage; those behind are
+        in the window.
+        """
 
     def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
         """Return what encoding leaves of tokens [n * cache_format.group_tokens, Hk, D]."""
@@ -157,11 +167,13 @@ class PlainCodec(Codec):
 
 
 class QuantizedCodec(Codec):
-    """Keys and values quantized as a `CacheFormat` says; the newest tokens stay in a residual window.
+    """Keys and values quantized as a `CacheFormat` says; the newest tokens stay in a residual
+    window.
 
     heads, dim, dtype: of keys and values.
 
-    Tokens that are quantized one by one are stored in groups all the same: one is too short for a transfer.
+    Tokens that are quantized one by one are stored in groups all the same: one is too short for a
+    transfer.
     """
 
     def __init__(self, cache_format: CacheFormat, heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -170,18 +182,27 @@ class QuantizedCodec(Codec):
         self.heads, self.dim, self.dtype = heads, dim, dtype
         self.token_elements = heads * dim
         self.group_tokens = cache_format.stored_group_tokens
-        self.window_tokens, self.window_copies = cache_format.window_tokens, cache_format.window_copies
+        self.window_tokens, self.window_copies = (
+            cache_format.window_tokens,
+            cache_format.window_copies,
+        )
         sizes = cache_format.group_bytes(heads, dim, dtype.itemsize)
         self.planes = tuple(Plane((size,), torch.uint8) for size in sizes)
         # With sparse attention the scores of the keys name the values to read.
         self.num_fetched_planes = 1 if cache_format.is_sparse else 2
 
     def num_stored(self, position: int) -> int:
-        return max(0, position + 1 - self.cache_format.residual_window) // self.group_tokens * self.group_tokens
+        return (
+            max(0, position + 1 - self.cache_format.residual_window)
+            // self.group_tokens
+            * self.group_tokens
+        )
 
     def encode(self, k: Tensor, v: Tensor) -> Planes:
         groups = k.shape[0] // self.group_tokens
-        return tuple(self._quantize(x, fmt).view(groups, -1) for x, fmt in zip((k, v), self._formats))
+        return tuple(
+            self._quantize(x, fmt).view(groups, -1) for x, fmt in zip((k, v), self._formats)
+        )
 
     def encode_prompts(
         self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
@@ -198,13 +219,21 @@ class QuantizedCodec(Codec):
     def _encode_together(
         self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
     ) -> Iterator[tuple[Planes, KeysValues]]:
-        """Encode together: a device launches a hundred kernels to quantize, for however many tokens."""
+        """Encode together: a device launches a hundred kernels to quantize, for however many
+        tokens.
+        """
         size, fmt = self.group_tokens, self.cache_format
-        starts, lengths = zip(*((tokens.start, tokens.stop - tokens.start) for tokens, _ in prompts))
+        starts, lengths = zip(
+            *((tokens.start, tokens.stop - tokens.start) for tokens, _ in prompts)
+        )
         older = [fmt.num_quantized(length - 1) for length in lengths]
-        units = [length // size if is_stored else 0 for length, (_, is_stored) in zip(lengths, prompts)]
+        units = [
+            length // size if is_stored else 0 for length, (_, is_stored) in zip(lengths, prompts)
+        ]
         seen: KeysValues = (k[:0], v[:0])
-        planes: Planes = tuple(k.new_empty((0, *plane.shape), dtype=torch.uint8) for plane in self.planes)
+        planes: Planes = tuple(
+            k.new_empty((0, *plane.shape), dtype=torch.uint8) for plane in self.planes
+        )
         num_seen = [0] * len(prompts)
         if in_units := fmt.group_tokens == size:
             units = [max(count, tokens // size) for count, tokens in zip(units, older)]
@@ -213,13 +242,18 @@ class QuantizedCodec(Codec):
         if any(older) and in_units:
             num_seen = [count * size for count in units]
             keys, values = (
-                self._dequantize(plane, part, *self._matrix_shape(part, sum(num_seen))).view(-1, self.heads, self.dim)
+                self._dequantize(plane, part, *self._matrix_shape(part, sum(num_seen))).view(
+                    -1, self.heads, self.dim
+                )
                 for plane, part in zip(planes, self._formats)
             )
             seen = keys, values
         elif any(older):
             num_seen, seen = older, self.round_trip(*_first_tokens((k, v), starts, older))
-        encoded, found = (zip(*(x.split(counts) for x in xs)) for xs, counts in ((planes, units), (seen, num_seen)))
+        encoded, found = (
+            zip(*(x.split(counts) for x in xs))
+            for xs, counts in ((planes, units), (seen, num_seen))
+        )
         for of_prompt, (keys, values), count in zip(encoded, found, older):
             yield of_prompt, (keys[:count], values[:count])
 
@@ -230,7 +264,8 @@ class QuantizedCodec(Codec):
         return flat.view(slots, tokens, self.heads, self.dim).transpose(1, 2)
 
     def select_values(self, data: Tensor, tokens: Tensor) -> Tensor:
-        """Select, of the values' plane [B, units, bytes], single tokens [B, Hk, k] -> [B, Hk, k, bytes].
+        """Select, of the values' plane [B, units, bytes], single tokens [B, Hk, k] -> [B, Hk, k,
+        bytes].
 
         Formats of sparse attention quantize the values of every token and head by themselves.
         """
@@ -247,14 +282,19 @@ class QuantizedCodec(Codec):
 
     def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
         keys, values = (
-            x if fmt is None
-            else self._dequantize(self._quantize(x, fmt), fmt, *self._matrix_shape(fmt, len(x))).view(x.shape)
+            x
+            if fmt is None
+            else self._dequantize(
+                self._quantize(x, fmt), fmt, *self._matrix_shape(fmt, len(x))
+            ).view(x.shape)
             for x, fmt in zip((k, v), self._formats)
-        )  # fmt: skip
+        )
         return keys, values
 
     def _matrix_shape(self, fmt: GroupFormat | None, tokens: int) -> tuple[int, int]:
-        """Rows and width of the matrix that is quantized: a row is a token's head, or a token with all its heads."""
+        """Rows and width of the matrix that is quantized: a row is a token's head, or a token with
+        all its heads.
+        """
         if fmt is None or fmt.axis == "in":
             return tokens * self.heads, self.dim
         return tokens, self.heads * self.dim
@@ -262,7 +302,8 @@ class QuantizedCodec(Codec):
     def _quantize(self, x: Tensor, fmt: GroupFormat | None) -> Tensor:
         if fmt is None:
             return x.contiguous().view(torch.uint8)
-        # A sequence with values that are not finite fails by its hidden states, which show them; its neighbours go on.
+        # A sequence with values that are not finite fails by its hidden states, which show them;
+        # its neighbours go on.
         return quantize(x.reshape(self._matrix_shape(fmt, x.shape[0])), fmt, saturate=True)
 
     def _dequantize(self, data: Tensor, fmt: GroupFormat | None, rows: int, width: int) -> Tensor:
@@ -271,21 +312,30 @@ class QuantizedCodec(Codec):
         if fmt is None:
             return data.reshape(rows, -1).view(self.dtype)
         stripes = data.reshape(fmt.num_stripes(rows), fmt.stripe_bytes(width))
-        return dequantize_into(stripes, fmt, torch.empty((rows, width), dtype=self.dtype, device=data.device))
+        return dequantize_into(
+            stripes, fmt, torch.empty((rows, width), dtype=self.dtype, device=data.device)
+        )
 
 
-def _first_tokens(keys_values: KeysValues, starts: SequenceOf[int], counts: SequenceOf[int]) -> KeysValues:
+def _first_tokens(
+    keys_values: KeysValues, starts: SequenceOf[int], counts: SequenceOf[int]
+) -> KeysValues:
     """Join the first `counts` tokens of prompts that begin at `starts`."""
-    parts = [slice(start, start + count) for start, count in zip(starts, counts) if count] or [slice(0, 0)]
-    k, v = (x[parts[0]] if len(parts) == 1 else torch.cat([x[part] for part in parts]) for x in keys_values)
+    parts = [slice(start, start + count) for start, count in zip(starts, counts) if count] or [
+        slice(0, 0)
+    ]
+    k, v = (
+        x[parts[0]] if len(parts) == 1 else torch.cat([x[part] for part in parts])
+        for x in keys_values
+    )
     return k, v
 
 
 class WindowCodec(PlainCodec):
     """Tokens of a residual window as they were computed.
 
-    Where tokens are quantized one by one, those of a group that is not whole yet are seen quantized too: a unit has
-    both versions.
+    Where tokens are quantized one by one, those of a group that is not whole yet are seen quantized
+    too: a unit has both versions.
     """
 
     def __init__(self, older: QuantizedCodec) -> None:
@@ -293,10 +343,13 @@ class WindowCodec(PlainCodec):
         super().__init__(older.heads, older.dim, older.dtype)
         self._older, self.ring_units, self.num_fetched_planes = older, older.window_tokens, 1
         shape = 2 * older.window_copies, older.heads, older.dim
-        self.planes = (Plane(shape, older.dtype, unit_axis=2),)  # [slots, keys and values, W, Hk, D]
+        # [slots, keys and values, W, Hk, D]
+        self.planes = (Plane(shape, older.dtype, unit_axis=2),)
 
     def encode(self, k: Tensor, v: Tensor) -> Planes:
-        versions = (k, v) if self._older.window_copies == 1 else (k, v, *self._older.round_trip(k, v))
+        versions = (
+            (k, v) if self._older.window_copies == 1 else (k, v, *self._older.round_trip(k, v))
+        )
         return (torch.stack(versions, 1),)
 
     def encode_prompt(self, k: Tensor, v: Tensor) -> Planes:
@@ -306,7 +359,8 @@ class WindowCodec(PlainCodec):
     def read(self, window: Tensor, seen_quantized: Tensor | None) -> KeysValues:
         """Return keys and values [B, Hk, W, D] of a window in memory.
 
-        seen_quantized: [B, W], tokens whose round trip is seen; None where no token is quantized for itself.
+        seen_quantized: [B, W], tokens whose round trip is seen; None where no token is quantized
+            for itself.
         """
         newest = window[:, :2]
         if seen_quantized is not None:
@@ -314,14 +368,20 @@ class WindowCodec(PlainCodec):
         return newest[:, 0].transpose(1, 2), newest[:, 1].transpose(1, 2)
 
     def tokens(self, window: Tensor, slots: Tensor | int, index: Tensor) -> KeysValues:
-        """Return keys and values [..., Hk, D] of tokens at `index` of some slots, as they were computed."""
+        """Return keys and values [..., Hk, D] of tokens at `index` of some slots, as they were
+        computed.
+        """
         found = self.planes[0].by_unit(window)[slots, index]
         return found[..., 0, :, :], found[..., 1, :, :]
 
 
 def make_codec(cache_format: CacheFormat | None, heads: int, dim: int, dtype: torch.dtype) -> Codec:
     """Return the codec for a format; None stores keys and values as they are computed."""
-    return PlainCodec(heads, dim, dtype) if cache_format is None else QuantizedCodec(cache_format, heads, dim, dtype)
+    return (
+        PlainCodec(heads, dim, dtype)
+        if cache_format is None
+        else QuantizedCodec(cache_format, heads, dim, dtype)
+    )
 
 
 def total_bytes(planes: SequenceOf[Tensor]) -> int:
@@ -335,20 +395,28 @@ def total_bytes(planes: SequenceOf[Tensor]) -> int:
 def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return zeros: masked positions are multiplied by 0 and must be finite.
 
-    On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until they are written,
-    so a sequence that ends early never costs its whole slot. `torch.zeros` writes them all at once.
+    On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until
+    they are written, so a sequence that ends early never costs its whole slot. `torch.zeros` writes
+    them all at once.
     """
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        return (
+            torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8))
+            .view(dtype)
+            .view(shape)
+        )
     return torch.zeros(shape, device=device, dtype=dtype)
 
 
-# Where the new tokens of a decode step go in a cache block. Their tensors exist once the batch's `Uploads` are copied.
+# Where the new tokens of a decode step go in a cache block. Their tensors exist once the batch's
+# `Uploads` are copied.
 
 
 @dataclass(frozen=True, eq=False)
 class SlotIndex:
-    """One index in each of some slots, [n] both: of a unit in the storage, or of a token in the residual window."""
+    """One index in each of some slots, [n] both: of a unit in the storage, or of a token in the
+    residual window.
+    """
 
     slots: Uploaded
     index: Uploaded
@@ -370,7 +438,8 @@ class CompleteGroup:
 class NewTokens:
     """One new token of each sequence of a block.
 
-    target: where they go: to the residual window, or to the storage if there is none; a unit is a token then.
+    target: where they go: to the residual window, or to the storage if there is none; a unit is a
+        token then.
     groups: that the tokens complete in the window.
     """
 
@@ -390,7 +459,13 @@ def place_new_tokens(block: CacheBlock, codec: Codec, uploads: Uploads) -> NewTo
             complete.setdefault(count, []).append(slot)
     groups = []
     for last, ending in complete.items():
-        units = SlotIndex(uploads.add(ending), uploads.add([last // codec.group_tokens] * len(ending)))
+        units = SlotIndex(
+            uploads.add(ending), uploads.add([last // codec.group_tokens] * len(ending))
+        )
         tokens = range(last - codec.group_tokens + 1, last + 1)
-        groups.append(CompleteGroup(units, uploads.add([token % codec.window_tokens for token in tokens])))
-    return NewTokens(SlotIndex(slots, uploads.add([count % codec.window_tokens for count in counts])), groups)
+        groups.append(
+            CompleteGroup(units, uploads.add([token % codec.window_tokens for token in tokens]))
+        )
+    return NewTokens(
+        SlotIndex(slots, uploads.add([count % codec.window_tokens for count in counts])), groups
+    )

@@ -1,7 +1,9 @@
-"""Where the units of a cache block are stored: on the compute device, in host memory, or on the disk.
+"""Where the units of a cache block are stored: on the compute device, in host memory, or on the
+disk.
 
-In memory a plane has one tensor a layer, on the disk a block is one file (`FileLayout`). Away from the compute device
-a layer is fetched ahead of its use and stored late. Shapes: B sequences, n units; see `codec`.
+In memory a plane has one tensor a layer, on the disk a block is one file (`FileLayout`). Away from
+the compute device a layer is fetched ahead of its use and stored late. Shapes: B sequences, n
+units; see `codec`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kernels.layer_rows import put_rows
-from flexgen_helm.kv_cache.codec import Codec, Plane, Planes, QuantizedCodec, SlotIndex, total_bytes, zeros
+from flexgen_helm.kv_cache.codec import (
+    Codec,
+    Plane,
+    Planes,
+    QuantizedCodec,
+    SlotIndex,
+    total_bytes,
+    zeros,
+)
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import Allocation, aligned
 from flexgen_helm.offload.transfer_manager import Launched, TransferManager
@@ -26,8 +36,8 @@ from flexgen_helm.planner.placement import MEMORY_ADVICE, UNLIMITED, Tier
 from flexgen_helm.scheduling.sequence import CacheBlock
 
 _HOST = torch.device("cpu")
-# Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is contiguous crosses
-# the link without a copy within the host, which would halve the rate.
+# Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is
+# contiguous crosses the link without a copy within the host, which would halve the rate.
 _WHOLE_SLOTS_FROM = 0.5
 
 # Allocates zeroed memory of a shape and dtype.
@@ -53,7 +63,9 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, layer: int) -> Planes:
-        """Return the planes that every query reads, where attention is computed, with at least the visible units."""
+        """Return the planes that every query reads, where attention is computed, with at least the
+        visible units.
+        """
 
     @abstractmethod
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
@@ -65,14 +77,20 @@ class Storage(ABC):
 
     @abstractmethod
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
-        """Make slot `target`, which has `stale_units`, a copy of the first `units` of slot `source`."""
+        """Make slot `target`, which has `stale_units`, a copy of the first `units` of slot
+        `source`.
+        """
 
     def settled(self) -> MemoryStorage:
         """Flush stores; the caller owns the tensors."""
-        raise NotImplementedError(f"a cache block on the {self.tier} tier has its whole size from the beginning")
+        raise NotImplementedError(
+            f"a cache block on the {self.tier} tier has its whole size from the beginning"
+        )
 
     def prefetch(self, layer: int, *, ahead: bool = False) -> None:
-        """Begin to bring what `read` returns; ahead: it is not needed yet, and gives way to what is."""
+        """Begin to bring what `read` returns; ahead: it is not needed yet, and gives way to what
+        is.
+        """
         return None
 
     def drop(self, layer: int) -> None:
@@ -102,23 +120,36 @@ class SlotSource:
 
 
 class MemoryStorage(Storage):
-    """On the compute device, or in host memory where the host computes attention: nothing is copied to be read.
+    """On the compute device, or in host memory where the host computes attention: nothing is copied
+    to be read.
 
     units: of a slot.
     """
 
-    def __init__(self, tier: Tier, codec: Codec, num_slots: int, units: int, allocate: Allocate) -> None:
-        self.tier, self.units, self._codec, self._num_slots, self._allocate = tier, units, codec, num_slots, allocate
+    def __init__(
+        self, tier: Tier, codec: Codec, num_slots: int, units: int, allocate: Allocate
+    ) -> None:
+        self.tier, self.units, self._codec, self._num_slots, self._allocate = (
+            tier,
+            units,
+            codec,
+            num_slots,
+            allocate,
+        )
         self._layers: list[Planes] = []
 
     def add_layer(self) -> None:
         """Allocate the next layer."""
         specs, num_slots, units = self._codec.planes, self._num_slots, self.units
-        made = tuple(self._allocate(plane.memory_shape(num_slots, units), plane.dtype) for plane in specs)
+        made = tuple(
+            self._allocate(plane.memory_shape(num_slots, units), plane.dtype) for plane in specs
+        )
         self._layers.append(made)
 
     def gather(self, sources: SequenceOf[SlotSource]) -> None:
-        """Copy slots of other blocks, which lose their tensors; at most one layer exists twice at any time."""
+        """Copy slots of other blocks, which lose their tensors; at most one layer exists twice at
+        any time.
+        """
         for layer in range(len(sources[0].memory._layers)):
             self.add_layer()
             for slot, source in enumerate(sources):
@@ -146,8 +177,9 @@ class MemoryStorage(Storage):
         return self._codec.select_values(self._layers[layer][1][slots], tokens)
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
-        # What remains of the old sequence is cleared: a masked position still takes part in the product with weight
-        # 0, and 0 times a value that is not finite would carry one sequence's fault into its neighbours.
+        # What remains of the old sequence is cleared: a masked position still takes part in the
+        # product with weight 0, and 0 times a value that is not finite would carry one sequence's
+        # fault into its neighbours.
         for planes in self._layers:
             for plane, data in zip(self._codec.planes, planes):
                 by_unit = plane.by_unit(data)
@@ -178,7 +210,8 @@ Fetched = tuple[Planes, Planes]
 
 
 class FetchedStorage(Storage):
-    """Away from the compute device: what a query reads is brought for each use. For the computing thread.
+    """Away from the compute device: what a query reads is brought for each use. For the computing
+    thread.
 
     Fetches and stores of a layer wait for those of the other kind that were submitted before them.
     """
@@ -190,7 +223,9 @@ class FetchedStorage(Storage):
         self._stores: dict[int, list[Future[None]]] = {}  # those that may still run or have failed
 
     @abstractmethod
-    def _fetch(self, layer: int, counts: list[int], units: int, room: int) -> tuple[int, Callable[[], Fetched]]:
+    def _fetch(
+        self, layer: int, counts: list[int], units: int, room: int
+    ) -> tuple[int, Callable[[], Fetched]]:
         """Return the bytes that a fetch takes on the compute device, and the fetch.
 
         counts: units that were stored in each slot.
@@ -202,7 +237,9 @@ class FetchedStorage(Storage):
         sequences, codec = self._block.sequences, self._codec
         is_shared = sequences[0].is_shared  # then for its readers
         room = 0 if codec.window_tokens or is_shared else 1
-        tokens = [seq.prompt_len if is_shared else codec.num_stored(seq.num_computed) for seq in sequences]
+        tokens = [
+            seq.prompt_len if is_shared else codec.num_stored(seq.num_computed) for seq in sequences
+        ]
         counts = [count // codec.group_tokens - room for count in tokens]
         units = codec.ring_units or max(counts) + room
         if layer in self._fetches or not units:
@@ -215,7 +252,9 @@ class FetchedStorage(Storage):
                 _finish(stores)
                 return fetch()
 
-        with self._tiers.ledgers[self._tiers.compute_tier].claimed("staging", num_bytes, ahead=ahead) as claim:
+        with self._tiers.ledgers[self._tiers.compute_tier].claimed(
+            "staging", num_bytes, ahead=ahead
+        ) as claim:
             self._tiers.note_fetch(num_bytes)
             self._fetches[layer] = self._tiers.submit("cache in", after_stores), claim
 
@@ -249,10 +288,17 @@ class FetchedStorage(Storage):
 
     def finish_stores(self, *layers: int) -> None:
         """Wait for the stores of some layers (none: of all); raise their first error."""
-        _finish([store for layer in layers or list(self._stores) for store in self._stores.pop(layer, ())])
+        _finish(
+            [
+                store
+                for layer in layers or list(self._stores)
+                for store in self._stores.pop(layer, ())
+            ]
+        )
 
     def cancel(self) -> None:
-        # The next pass may mean another layer by the same number, and writes behind what is stored now.
+        # The next pass may mean another layer by the same number, and writes behind what is stored
+        # now.
         for layer in list(self._fetches):
             self.drop(layer)
         for future in [future for waiting in self._stores.values() for future in waiting]:
@@ -272,15 +318,23 @@ class FetchedStorage(Storage):
 
         def store(after: Launched) -> None:
             if reading is not None:
-                reading[0].exception()  # waits: what is written here is masked out of what it brings
+                # waits: what is written here is masked out of what it brings
+                reading[0].exception()
             try:
                 write(after)
             except (MemoryError, torch.OutOfMemoryError) as error:
-                # A smaller batch does not help: the pass that could write this again may be long over.
-                raise MemoryLimitError(f"memory ran out while the KV cache was stored; {MEMORY_ADVICE}") from error
+                # A smaller batch does not help: the pass that could write this again may be long
+                # over.
+                raise MemoryLimitError(
+                    f"memory ran out while the KV cache was stored; {MEMORY_ADVICE}"
+                ) from error
 
         future = self._tiers.store_async("cache", total_bytes(planes), store)
-        unsure = [old for old in self._stores.get(layer, ()) if not old.done() or old.exception() is not None]
+        unsure = [
+            old
+            for old in self._stores.get(layer, ())
+            if not old.done() or old.exception() is not None
+        ]
         self._stores[layer] = [*unsure, future]
 
     def _to_device(self, planes: Planes) -> Planes:
@@ -302,7 +356,9 @@ class HostStorage(FetchedStorage):
 
     tier: Tier = "cpu"
 
-    def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock, memory: MemoryStorage) -> None:
+    def __init__(
+        self, tiers: TransferManager, codec: Codec, block: CacheBlock, memory: MemoryStorage
+    ) -> None:
         super().__init__(tiers, codec, block)
         self._memory = memory
 
@@ -317,7 +373,11 @@ class HostStorage(FetchedStorage):
 
     def append(self, layer: int, target: SlotIndex, planes: Planes) -> None:
         self.patch_prefetched(layer, target, planes)
-        self._store(layer, planes, lambda after: self._memory.append(layer, target, self._to_host(planes, after)))
+        self._store(
+            layer,
+            planes,
+            lambda after: self._memory.append(layer, target, self._to_host(planes, after)),
+        )
 
     def _values(self, layer: int) -> Tensor:
         self.finish_stores(layer)  # of groups that are not visible yet, in the same tensors
@@ -333,7 +393,9 @@ class HostStorage(FetchedStorage):
         self.finish_stores()
         return self._memory
 
-    def _fetch(self, layer: int, counts: list[int], units: int, room: int) -> tuple[int, Callable[[], Fetched]]:
+    def _fetch(
+        self, layer: int, counts: list[int], units: int, room: int
+    ) -> tuple[int, Callable[[], Fetched]]:
         codec, num_slots = self._codec, len(counts)
         stored = self._memory.read(layer)[: codec.num_fetched_planes]
         if _WHOLE_SLOTS_FROM * self._memory.units <= units:
@@ -343,7 +405,9 @@ class HostStorage(FetchedStorage):
         def fetch() -> Fetched:
             # One long copy over the link, spread out behind it.
             axes = [plane.unit_axis for plane in codec.planes]
-            used = tuple(data[:num_slots].narrow(axis, 0, units - room) for axis, data in zip(axes, stored))
+            used = tuple(
+                data[:num_slots].narrow(axis, 0, units - room) for axis, data in zip(axes, stored)
+            )
             arrived = self._to_device(used)
             if not room:
                 return arrived, ()
@@ -368,7 +432,12 @@ class DiskStorage(FetchedStorage):
     tier: Tier = "disk"
 
     def __init__(
-        self, tiers: TransferManager, codec: Codec, block: CacheBlock, layout: FileLayout, file: DirectFile
+        self,
+        tiers: TransferManager,
+        codec: Codec,
+        block: CacheBlock,
+        layout: FileLayout,
+        file: DirectFile,
     ) -> None:
         super().__init__(tiers, codec, block)
         self._layout, self._file = layout, file
@@ -376,23 +445,34 @@ class DiskStorage(FetchedStorage):
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         file_slot = self._slots[slot]
-        self._store_in(layer, planes, lambda on_host: self._layout.write(self._file, layer, file_slot, on_host))
+        self._store_in(
+            layer, planes, lambda on_host: self._layout.write(self._file, layer, file_slot, on_host)
+        )
 
     def append(self, layer: int, target: SlotIndex, planes: Planes) -> None:
         self.patch_prefetched(layer, target, planes)
-        of_file = [(self._slots[slot], unit) for slot, unit in zip(target.slots.numbers, target.index.numbers)]
-        self._store_in(layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, on_host))
+        of_file = [
+            (self._slots[slot], unit)
+            for slot, unit in zip(target.slots.numbers, target.index.numbers)
+        ]
+        self._store_in(
+            layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, on_host)
+        )
 
     def _store_in(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:
         def store(after: Launched) -> None:
-            self._tiers.stats.count_bytes("cpu_to_disk", "cache", write(self._to_host(planes, after)))
+            self._tiers.stats.count_bytes(
+                "cpu_to_disk", "cache", write(self._to_host(planes, after))
+            )
 
         self._store(layer, planes, store)
 
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
 
-    def _fetch(self, layer: int, counts: list[int], units: int, room: int) -> tuple[int, Callable[[], Fetched]]:
+    def _fetch(
+        self, layer: int, counts: list[int], units: int, room: int
+    ) -> tuple[int, Callable[[], Fetched]]:
         codec, file_counts = self._codec, list(zip(self._slots, counts))
 
         def fetch() -> Fetched:
@@ -413,18 +493,23 @@ FileSlots = SequenceOf[tuple[int, int]]
 
 
 class StepLayout:
-    """Where units of one token are in the file of a block, layer after layer. num_bytes: of the file.
+    """Where units of one token are in the file of a block, layer after layer. num_bytes: of the
+    file.
 
     Every pass appends one token to all slots of a block, which are written as one piece:
 
         | slot 0: its prompt | slot 1 … | step 0: one token of all slots | step 1 … |
 
-    Of a ring there are its units of each prompt, and as many steps, each in the place of the one that it follows.
+    Of a ring there are its units of each prompt, and as many steps, each in the place of the one
+    that it follows.
     """
 
     def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
         self._planes, self._num_slots, unit = codec.planes, block.num_slots, codec.unit_bytes
-        self._ring, self._lengths = codec.ring_units or UNLIMITED, [seq.prompt_len for seq in block.sequences]
+        self._ring, self._lengths = (
+            codec.ring_units or UNLIMITED,
+            [seq.prompt_len for seq in block.sequences],
+        )
         self._prompts = [min(self._ring, length) for length in self._lengths]
         steps = min(self._ring, max(seq.cache_tokens - seq.prompt_len for seq in block.sequences))
         self._step_bytes = aligned(block.num_slots * unit)
@@ -441,18 +526,27 @@ class StepLayout:
         assert planes[0].shape[0] == self._prompts[slot], "a prompt is written whole"
         if not self._prompts[slot]:
             return 0
-        pieces = [new.movedim(0, plane.unit_axis - 1).reshape(-1) for plane, new in zip(self._planes, planes)]
+        pieces = [
+            new.movedim(0, plane.unit_axis - 1).reshape(-1)
+            for plane, new in zip(self._planes, planes)
+        ]
         file.write_tensor(layer * self._layer_bytes + self._offsets[slot], torch.cat(pieces))
         return total_bytes(pieces)
 
     def append(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
-        """Write one unit for each of the slots, planes [len(slots), *shape]; return the bytes written."""
+        """Write one unit for each of the slots, planes [len(slots), *shape]; return the bytes
+        written.
+        """
         # The sequences of a block decode together.
         (step,) = {(unit - self._lengths[slot]) % self._ring for slot, unit in slots}
-        piece = torch.zeros((len(planes), self._num_slots, *planes[0].shape[1:]), dtype=planes[0].dtype)
+        piece = torch.zeros(
+            (len(planes), self._num_slots, *planes[0].shape[1:]), dtype=planes[0].dtype
+        )
         for half, new in zip(piece, planes):
             half[[slot for slot, _ in slots]] = new
-        file.write_tensor(layer * self._layer_bytes + self._steps_offset + step * self._step_bytes, piece)
+        file.write_tensor(
+            layer * self._layer_bytes + self._steps_offset + step * self._step_bytes, piece
+        )
         return piece.nbytes
 
     def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
@@ -470,10 +564,15 @@ class StepLayout:
         if steps:
             # Each step fills whole pages; what is behind its tokens is read and left out.
             dtype = specs[0].dtype
-            width, used = self._step_bytes // dtype.itemsize, sum(prod(plane.shape) for plane in specs)
+            width, used = (
+                self._step_bytes // dtype.itemsize,
+                sum(prod(plane.shape) for plane in specs),
+            )
             data = file.read_tensor(base + self._steps_offset, (steps, width), dtype)
             num_bytes += data.nbytes
-            tokens = data[:, : used * self._num_slots].reshape(steps, len(specs), self._num_slots, *specs[0].shape)
+            tokens = data[:, : used * self._num_slots].reshape(
+                steps, len(specs), self._num_slots, *specs[0].shape
+            )
             for row, (slot, _) in enumerate(slots):
                 first = self._lengths[slot] % self._ring
                 turn = min(steps, self._ring - first)  # from there on the ring begins anew
@@ -503,7 +602,9 @@ class PagedLayout:
 
     def append(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
         return sum(
-            self._write(file, self._offset(layer, slot, unit), tuple(plane[i : i + 1] for plane in planes))
+            self._write(
+                file, self._offset(layer, slot, unit), tuple(plane[i : i + 1] for plane in planes)
+            )
             for i, (slot, unit) in enumerate(slots)
         )
 
@@ -511,7 +612,9 @@ class PagedLayout:
         sizes = [plane.unit_bytes for plane in self._planes]
         for row, (slot, count) in enumerate(slots):
             if count:
-                data = file.read_tensor(self._offset(layer, slot, 0), (count, self._page_bytes), torch.uint8)
+                data = file.read_tensor(
+                    self._offset(layer, slot, 0), (count, self._page_bytes), torch.uint8
+                )
                 for target, part in zip(planes, data[:, : self._unit_bytes].split(sizes, 1)):
                     target[row, :count] = part
         return sum(count for _, count in slots) * self._unit_bytes

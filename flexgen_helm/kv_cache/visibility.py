@@ -1,12 +1,12 @@
 """What each query sees of a cache, and in which version: the one place that says so.
 
-Without a cache format every query sees all earlier tokens as they were computed. With one, what a query sees depends
-on absolute positions alone: tokens that are older than its residual window, as far as they fill whole groups, are
-seen quantized, the others as they were computed. Sliding windows hide what is older still. So scores do not depend on
-batching, schedule or prefix sharing.
+Without a cache format every query sees all earlier tokens as they were computed. With one, what a
+query sees depends on absolute positions alone: tokens that are older than its residual window, as
+far as they fill whole groups, are seen quantized, the others as they were computed. Sliding windows
+hide what is older still. So scores do not depend on batching, schedule or prefix sharing.
 
-Masks are made where attention is computed, from positions that are there. What can be known from the smallest and the
-largest position is known on the host, so that nothing waits for a device.
+Masks are made where attention is computed, from positions that are there. What can be known from
+the smallest and the largest position is known on the host, so that nothing waits for a device.
 
 Shapes: B sequences of a block, t queries, S keys, W tokens of a residual window.
 """
@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec
-from flexgen_helm.models.attention import QueryChunk, additive_mask, mask_dtype, num_selected, num_selected_tensor
+from flexgen_helm.models.attention import (
+    QueryChunk,
+    additive_mask,
+    mask_dtype,
+    num_selected,
+    num_selected_tensor,
+)
 from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, Window
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock
@@ -50,10 +56,12 @@ class DecodePart:
     """Keys that the decoding sequences of a block read and attend to together.
 
     sequences: of the block, as a slice.
-    num_units: of each slot, that are read from the storage; 0: the keys come from the residual window.
+    num_units: of each slot, that are read from the storage; 0: the keys come from the residual
+        window.
     visible: by sliding window (None: without one).
     key_positions: [B, S] where the keys are not in order.
-    seen_quantized: [B, W], tokens of the residual window that are seen quantized; None where none can be.
+    seen_quantized: [B, W], tokens of the residual window that are seen quantized; None where none
+        can be.
     is_sparse: only the values of selected keys are read.
     """
 
@@ -70,7 +78,8 @@ class Queries:
     """The next queries of a block's sequences, where attention is computed.
 
     positions: [B], among their sequences' own tokens.
-    starts: [B], absolute positions of their sequences' first own tokens; 0 where no window needs them.
+    starts: [B], absolute positions of their sequences' first own tokens; 0 where no window needs
+        them.
     dtype: of masks.
     """
 
@@ -83,7 +92,9 @@ class Queries:
         return Queries(self.positions[rows], starts, self.dtype)
 
     def mask(self, hidden: Tensor, keys: Tensor, window: Window | None) -> Tensor:
-        """Mask `hidden` keys [B, S] and those that a window hides -> [B, 1, 1, S]; keys: positions [S] or [B, S]."""
+        """Mask `hidden` keys [B, S] and those that a window hides -> [B, 1, 1, S]; keys: positions
+        [S] or [B, S].
+        """
         if window is not None:
             hidden = hidden | (keys < window.oldest(self.positions, self.starts)[:, None])
         return additive_mask(hidden[:, None, None], self.dtype)
@@ -129,19 +140,28 @@ def decode_parts(
         """What some queries see of the stored keys."""
         some, on_device = queries[rows], stored[rows]
         mask = some.mask(older >= on_device[:, None], older, window)
-        seen = [max(0, count - _oldest_visible(position, window, start)) for position, start, count in on_host[rows]]
+        seen = [
+            max(0, count - _oldest_visible(position, window, start))
+            for position, start, count in on_host[rows]
+        ]
         if window is not None:
-            on_device = (on_device - window.oldest(some.positions, some.starts).clamp_min(0)).clamp_min(0)
+            on_device = (
+                on_device - window.oldest(some.positions, some.starts).clamp_min(0)
+            ).clamp_min(0)
         sees_none = None if min(seen) else on_device == 0
         if not fmt.is_sparse:
             return VisibleKeys(mask, sees_none)
         selected = num_selected_tensor(on_device, fmt.value_share)
         return VisibleKeys(mask, sees_none, selected, num_selected(max(seen), fmt.value_share))
 
-    for first, end in _ranges(0, everyone.stop, _dequantized_at_once(longest * codec.token_elements)):
+    for first, end in _ranges(
+        0, everyone.stop, _dequantized_at_once(longest * codec.token_elements)
+    ):
         rows = slice(first, end)
         older_keys = {window: visible(rows, window) for window in windows}
-        parts.append(DecodePart(rows, longest // codec.group_tokens, older_keys, is_sparse=fmt.is_sparse))
+        parts.append(
+            DecodePart(rows, longest // codec.group_tokens, older_keys, is_sparse=fmt.is_sparse)
+        )
     return tuple(parts)
 
 
@@ -157,8 +177,10 @@ class PrefixPart:
 
     start: absolute position of the prefix's first token.
     stored: they come from the storage, else from the residual window.
-    span: the smallest and the largest position of the queries, counted from the prefix's first token.
-    borders: of stored tokens a query sees those that this format quantizes for it, of others those that it does not;
+    span: the smallest and the largest position of the queries, counted from the prefix's first
+        token.
+    borders: of stored tokens a query sees those that this format quantizes for it, of others those
+        that it does not;
         None: all.
     """
 
@@ -172,19 +194,23 @@ class PrefixPart:
     def visible(self, positions: Tensor, window: Window | None, dtype: torch.dtype) -> VisibleKeys:
         """Return what queries at `positions` [t] of the span see.
 
-        Masks are made when they are needed: of all batches that are under way, they would be as large as caches.
+        Masks are made when they are needed: of all batches that are under way, they would be as
+            large as caches.
 
         positions: where attention is computed.
         window: the layer's.
         dtype: of masks.
         """
-        if window is not None and window.oldest(self.span[1], self.start) <= self.first:  # it hides no key
+        # it hides no key
+        if window is not None and window.oldest(self.span[1], self.start) <= self.first:
             window = None
         if self.borders is None and window is None:
             return VisibleKeys()
         # A query sees keys lower … upper - 1.
         earliest, latest = self.span
-        lower = torch.zeros_like(positions) if window is None else window.oldest(positions, self.start)
+        lower = (
+            torch.zeros_like(positions) if window is None else window.oldest(positions, self.start)
+        )
         upper = torch.full_like(positions, self.last)
         some_see_none = window is not None
         if (fmt := self.borders) is not None:
@@ -200,11 +226,13 @@ class PrefixPart:
         return VisibleKeys(mask, lower.clamp_min_(self.first) >= upper if some_see_none else None)
 
 
-def prefix_parts(start: int, end: int, positions: SequenceOf[int], codec: Codec) -> tuple[PrefixPart, ...]:
+def prefix_parts(
+    start: int, end: int, positions: SequenceOf[int], codec: Codec
+) -> tuple[PrefixPart, ...]:
     """Divide what queries see of a prefix of `end` tokens.
 
-        tokens    0 … low | low … high | low … end      low, high: the first and the last border of the queries
-                  stored    stored       newest
+        tokens    0 … low | low … high | low … end      low, high: the first and the last border of
+                  the queries stored    stored       newest
         seen by   all       some         the others
 
     start: absolute position of its first token.
@@ -214,16 +242,24 @@ def prefix_parts(start: int, end: int, positions: SequenceOf[int], codec: Codec)
     if fmt is None:
         return (PrefixPart(start, 0, end, True, span),)
     low, high = (min(end, fmt.num_quantized(position)) for position in span)
-    step = max(1, _dequantized_at_once(codec.token_elements) // codec.group_tokens) * codec.group_tokens
+    step = (
+        max(1, _dequantized_at_once(codec.token_elements) // codec.group_tokens)
+        * codec.group_tokens
+    )
     parts = [PrefixPart(start, first, last, True, span) for first, last in _ranges(0, low, step)]
-    parts += [PrefixPart(start, first, last, True, span, fmt) for first, last in _ranges(low, high, step)]
+    parts += [
+        PrefixPart(start, first, last, True, span, fmt) for first, last in _ranges(low, high, step)
+    ]
     if low < end:
         parts.append(PrefixPart(start, low, end, False, span, fmt))
     return tuple(parts)
 
 
-def query_chunks(q: Tensor, start: int, window: Window | None, fmt: CacheFormat) -> Iterator[QueryChunk]:
-    """Divide a prompt that no cache is needed for: what its tokens see quantized and as it was computed.
+def query_chunks(
+    q: Tensor, start: int, window: Window | None, fmt: CacheFormat
+) -> Iterator[QueryChunk]:
+    """Divide a prompt that no cache is needed for: what its tokens see quantized and as it was
+    computed.
 
     q: [tokens, …].
     start: absolute position of its first token.
@@ -245,20 +281,29 @@ def query_chunks(q: Tensor, start: int, window: Window | None, fmt: CacheFormat)
         selected, most = None, 0
         if fmt.is_sparse:
             hidden_before = 0 if window is None else window.oldest(at, start).clamp_min(0)
-            selected = num_selected_tensor((borders - hidden_before).clamp_min(0)[:, 0], fmt.value_share)
-            nearest = max(max(0, fmt.num_quantized(p) - _oldest_visible(p, window, start)) for p in range(first, end))
+            selected = num_selected_tensor(
+                (borders - hidden_before).clamp_min(0)[:, 0], fmt.value_share
+            )
+            nearest = max(
+                max(0, fmt.num_quantized(p) - _oldest_visible(p, window, start))
+                for p in range(first, end)
+            )
             most = num_selected(nearest, fmt.value_share)
         mask = additive_mask(hidden, mask_dtype(device, q.dtype))
         yield QueryChunk(slice(first, end), quantized, plain, keys, mask, selected, most)
 
 
 def _oldest_visible(position: int, window: Window | None, start: int) -> int:
-    """Return the first token that the window of a query at `position` shows, both counted from `start`."""
+    """Return the first token that the window of a query at `position` shows, both counted from
+    `start`.
+    """
     return 0 if window is None else max(0, window.oldest(position, start))
 
 
 def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) -> Tensor:
-    """Return the tokens of whole groups that are older than the residual windows of queries at `positions`."""
+    """Return the tokens of whole groups that are older than the residual windows of queries at
+    `positions`.
+    """
     return (positions + (1 - residual_window)).clamp_min_(0) // group_tokens * group_tokens
 
 

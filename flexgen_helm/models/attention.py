@@ -1,12 +1,14 @@
 """Attention over segments of keys, and the merge of partial results by log-sum-exp.
 
-A query attends to several segments: a shared prefix, its own past, its own prompt. Each segment gives a partial result,
-the output and the logarithm of the softmax's denominator. The merge weighs the outputs by those, which equals attention
-over the concatenation:
+A query attends to several segments: a shared prefix, its own past, its own prompt. Each segment
+gives a partial result, the output and the logarithm of the softmax's denominator. The merge weighs
+the outputs by those, which equals attention over the concatenation:
 
-    softmax([a, b]) [Va; Vb] = (e^la oa + e^lb ob) / (e^la + e^lb),   la = logsumexp(a), oa = softmax(a) Va
+    softmax([a, b]) [Va; Vb] = (e^la oa + e^lb ob) / (e^la + e^lb),   la = logsumexp(a), oa =
+    softmax(a) Va
 
-Shapes: T tokens, B sequences, Hq query heads, Hk key heads (Hq = G Hk), S keys, D elements of a head.
+Shapes: T tokens, B sequences, Hq query heads, Hk key heads (Hq = G Hk), S keys, D elements of a
+    head.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ KeysValues = tuple[Tensor, Tensor]
 
 # Elements that rows of masks begin at multiples of: 16 bytes in 16 bits.
 _ALIGNMENT = 8
-# Elements of keys in 16 bits that the host upcasts at once: with their values 2 MiB, which stay in its caches.
+# Elements of keys in 16 bits that the host upcasts at once: with their values 2 MiB, which stay in
+# its caches.
 _UPCAST_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionConfig:
-    """How a query scores a key: scale q·k, then c tanh(score / c) with a soft cap c, then minus slope times distance.
+    """How a query scores a key: scale q·k, then c tanh(score / c) with a soft cap c, then minus
+    slope times distance.
 
     slopes: [Hq] in float32 (ALiBi: Press et al., 2021), or None.
     """
@@ -53,7 +57,8 @@ class AttentionConfig:
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q [..., T, D] and k [..., S, D] -> scores [..., T, S] in float32, without ALiBi.
 
-        Where k has fewer dimensions, or sizes of 1, it is not copied, as it would be by a batched product.
+        Where k has fewer dimensions, or sizes of 1, it is not copied, as it would be by a batched
+        product.
         """
         scale = self.scale
         if q.dtype == torch.float16:  # q·k may exceed 65,504; the power of two changes no digit
@@ -68,7 +73,12 @@ class AttentionConfig:
 
 
 def attend_causal(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, window: Window | None = None, start: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: AttentionConfig,
+    window: Window | None = None,
+    start: int = 0,
 ) -> PartialAttention:
     """Attend to the token itself and the earlier ones, as far as a window shows them.
 
@@ -87,18 +97,37 @@ def attend_causal(
         at, keys = torch.arange(first, end, device=device), torch.arange(oldest, end, device=device)
         hidden = (keys > at[:, None]) | (keys < window.oldest(at, start)[:, None])
         mask = additive_mask(hidden, mask_dtype(device, q.dtype))
-        parts.append(_attend_rows(q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, keys), mask))
+        parts.append(
+            _attend_rows(
+                q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, keys), mask
+            )
+        )
     return _joined(parts)
 
 
 def joins_prompts(q: Tensor, config: AttentionConfig, window: Window | None) -> bool:
     """Return whether one kernel attends to all prompts of a batch (`attend_prompts`)."""
-    has_bias = config.softcap is not None or config.slopes is not None or (window is not None and window.is_chunked)
-    return not has_bias and q.device.type == "cuda" and _varlen() is not None and fused_kernel(q, None) == FLASH
+    has_bias = (
+        config.softcap is not None
+        or config.slopes is not None
+        or (window is not None and window.is_chunked)
+    )
+    return (
+        not has_bias
+        and q.device.type == "cuda"
+        and _varlen() is not None
+        and fused_kernel(q, None) == FLASH
+    )
 
 
 def attend_prompts(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, window: Window | None, borders: Tensor, longest: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: AttentionConfig,
+    window: Window | None,
+    borders: Tensor,
+    longest: int,
 ) -> PartialAttention:
     """Attend as `attend_causal` within each of several prompts, which lie behind each other.
 
@@ -110,14 +139,17 @@ def attend_prompts(
     module, seen = _varlen(), (-1 if window is None else window.tokens - 1, 0)
     out, lse = module.varlen_attn(
         q, k, v, borders, borders, longest, longest,
-        return_aux=module.AuxRequest(lse=True), scale=config.scale, window_size=seen, enable_gqa=True,
+        return_aux=module.AuxRequest(lse=True), scale=config.scale, window_size=seen,
+        enable_gqa=True,
     )  # fmt: skip
     return out, lse.t()
 
 
 @cache
 def _varlen() -> Any:
-    """Return PyTorch's module of attention over sequences of any length; None before the release that has all of it."""
+    """Return PyTorch's module of attention over sequences of any length; None before the release
+    that has all of it.
+    """
     try:
         module = import_module("torch.nn.attention.varlen")
     except ImportError:
@@ -149,14 +181,17 @@ def _attend_rows(
     k, v = (x[None] for x in keys_values)
     bias, slopes = None if mask is None else mask[None, None], config.head_slopes(key_heads)
     if slopes is not None:
-        # Softmax does not change if all scores of a query change alike, so its position is left out, and with it a
-        # matrix. The log-sum-exp, by which segments are merged, gets it back afterwards.
+        # Softmax does not change if all scores of a query change alike, so its position is left
+        # out, and with it a matrix. The log-sum-exp, by which segments are merged, gets it back
+        # afterwards.
         by_key = slopes.t()[:, :, None, None] * positions[1]
         bias = by_key.expand(-1, -1, tokens, -1) if bias is None else by_key + bias
     out, lse = attend(queries, k, v, config, is_causal=is_causal, mask=bias)
     if slopes is not None:
         lse = lse - slopes.t()[:, :, None] * positions[0]
-    return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(tokens, heads)
+    return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(
+        tokens, heads
+    )
 
 
 def _joined(parts: Sequence[PartialAttention], dim: int = 0) -> PartialAttention:
@@ -167,7 +202,8 @@ def _joined(parts: Sequence[PartialAttention], dim: int = 0) -> PartialAttention
 
 @dataclass(frozen=True, eq=False)
 class QueryChunk:
-    """Consecutive queries of a prompt, with the quantized and the full-precision keys visible to them.
+    """Consecutive queries of a prompt, with the quantized and the full-precision keys visible to
+    them.
 
     queries: slice of the prompt's tokens.
     quantized, plain: slices of the keys' two versions, concatenated S keys.
@@ -186,20 +222,27 @@ class QueryChunk:
 
 
 def attend_two_versions(
-    q: Tensor, quantized: KeysValues, plain: KeysValues, config: AttentionConfig, chunks: Iterable[QueryChunk]
+    q: Tensor,
+    quantized: KeysValues,
+    plain: KeysValues,
+    config: AttentionConfig,
+    chunks: Iterable[QueryChunk],
 ) -> PartialAttention:
     """Attend to older keys and values as they were quantized, and to newer ones in full precision.
 
-    q [T, Hq, D]; quantized, plain: keys and values [n, Hk, D], in order of position; chunks: of all queries, in order
-    -> output [T, Hq, D], log-sum-exp [T, Hq].
+    q [T, Hq, D]; quantized, plain: keys and values [n, Hk, D], in order of position; chunks: of all
+    queries, in order -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
     parts = []
     for chunk in chunks:
         k, v = (
-            torch.cat((old[chunk.quantized], new[chunk.plain])).transpose(0, 1) for old, new in zip(quantized, plain)
+            torch.cat((old[chunk.quantized], new[chunk.plain])).transpose(0, 1)
+            for old, new in zip(quantized, plain)
         )
         at = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
-        parts.append(_attend_rows(q[chunk.queries], (k, v), config, (at, chunk.key_positions), chunk.mask))
+        parts.append(
+            _attend_rows(q[chunk.queries], (k, v), config, (at, chunk.key_positions), chunk.mask)
+        )
     return _joined(parts)
 
 
@@ -221,7 +264,8 @@ def attend_cached(
     mask: additive [B, 1, 1, S], or None.
     key_positions: [B, S] where keys are not in order of position.
     sees_none: [B], true where the mask hides all keys; None where it hides all of no query.
-    Returns output [B, Hq, D] and log-sum-exp [B, Hq]; 0 and minus infinity of queries that see no key.
+    Returns output [B, Hq, D] and log-sum-exp [B, Hq]; 0 and minus infinity of queries that see no
+    key.
     """
     batch, heads, dim = q.shape
     key_heads = k.shape[1]
@@ -256,10 +300,12 @@ def attend_prefix(
     positions: [T], of the queries, counted from the segment's first key.
     mask: additive [T, S], or None.
     sees_none: [T], true where the mask hides all keys; None where it hides all of no query.
-    Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity of queries that see no key.
+    Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity of queries that see no
+    key.
     """
     keys = torch.arange(k.shape[1], device=q.device)
-    # A bias of [T, S], which a mask and ALiBi give each head of attention, is bounded by the chunks.
+    # A bias of [T, S], which a mask and ALiBi give each head of attention, is bounded by the
+    # chunks.
     rows_at_once = len(q) if mask is None and config.slopes is None else QUERY_CHUNK_TOKENS
     parts = []
     for first in range(0, len(q), rows_at_once):
@@ -273,14 +319,16 @@ def merge_partial(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """Merge partial results over disjoint keys: outputs [..., D], log-sum-exps [...]."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     weight = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)  # of b: e^lb / (e^la + e^lb)
-    out = torch.lerp(out_a.to(weight.dtype), out_b.to(weight.dtype), weight)  # in float32, as the log-sum-exps
+    # in float32, as the log-sum-exps
+    out = torch.lerp(out_a.to(weight.dtype), out_b.to(weight.dtype), weight)
     return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Return minus infinity where `hidden` [..., S] is true, 0 elsewhere.
 
-    Rows begin at multiples of `_ALIGNMENT` elements in memory, as the fused kernels of devices require.
+    Rows begin at multiples of `_ALIGNMENT` elements in memory, as the fused kernels of devices
+    require.
     """
     keys = hidden.shape[-1]
     aligned = -(-keys // _ALIGNMENT) * _ALIGNMENT
@@ -289,7 +337,9 @@ def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mask_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of masks for queries in `dtype`: on the host, attention is computed in float32."""
+    """Return the dtype of masks for queries in `dtype`: on the host, attention is computed in
+    float32.
+    """
     return torch.float32 if device.type == "cpu" else dtype
 
 
@@ -297,11 +347,19 @@ def _without_hidden(out: Tensor, lse: Tensor, sees_none: Tensor | None) -> Parti
     """Make queries that see no key merge to nothing; out [T, Hq, D], lse [T, Hq], sees_none [T]."""
     if sees_none is None:
         return out, lse
-    return out.masked_fill(sees_none[:, None, None], 0.0), lse.masked_fill(sees_none[:, None], -math.inf)
+    return out.masked_fill(sees_none[:, None, None], 0.0), lse.masked_fill(
+        sees_none[:, None], -math.inf
+    )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, *, is_causal: bool = False, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: AttentionConfig,
+    *,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
 ) -> PartialAttention:
     """q [B, H, Tq, D], k and v [B or 1, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq].
 
@@ -314,7 +372,9 @@ def attend(
     if kernel == HOST:
         return _attend_on_host(q, (k, v), mask, is_causal, config.scale)
     if kernel == FLASH:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=config.scale)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal, scale=config.scale
+        )
         return out, lse
     bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -326,7 +386,9 @@ def attend(
 def attend_unfused(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, is_causal: bool, mask: Tensor | None
 ) -> PartialAttention:
-    """The formula itself for every device and dtype, with scores in float32, in slices of query rows."""
+    """The formula itself for every device and dtype, with scores in float32, in slices of query
+    rows.
+    """
     parts = []
     for first in range(0, q.shape[2], SCORE_TOKENS):
         rows = slice(first, min(first + SCORE_TOKENS, q.shape[2]))
@@ -342,7 +404,9 @@ def attend_unfused(
 
 
 def _attend_scores(scores: Tensor, v: Tensor) -> PartialAttention:
-    """Scores [..., T, S], v [..., S, D] -> output, log-sum-exp; 0 and minus infinity where all scores are masked."""
+    """Scores [..., T, S], v [..., S, D] -> output, log-sum-exp; 0 and minus infinity where all
+    scores are masked.
+    """
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None])
     return torch.einsum("...ts,...sd->...td", weights.to(v.dtype), v), lse
@@ -375,8 +439,11 @@ def has_fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int)
 
 
 @lru_cache
-def device_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> str | None:
-    """Choose by the rules that PyTorch documents for its kernels (`torch.nn.attention.SDPBackend`); None: no kernel.
+def device_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool
+) -> str | None:
+    """Choose by the rules that PyTorch documents for its kernels (`torch.nn.attention.SDPBackend`);
+    None: no kernel.
 
     Both: compute capability up to 12.1, heads of whole 16 bytes.
     Flash attention: from 8.0 on, 16 bits, heads up to 256 elements, no mask.
@@ -396,7 +463,9 @@ def device_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, has_m
 def _attend_on_host(
     q: Tensor, keys_values: KeysValues, mask: Tensor | None, is_causal: bool, scale: float
 ) -> PartialAttention:
-    """In float32, a few sequences at a time where keys and values have 16 bits: CPUs multiply those slowly."""
+    """In float32, a few sequences at a time where keys and values have 16 bits: CPUs multiply those
+    slowly.
+    """
     assert _FUSED is not None
     if q.dtype == torch.float32:
         return _FUSED(q, *keys_values, 0.0, is_causal, attn_mask=mask, scale=scale)
@@ -409,13 +478,18 @@ def _attend_on_host(
             part = slice(sequence, sequence + step), slice(head, head + heads_at_once)
             part_mask = mask
             if mask is not None:
-                part_mask = mask[tuple(rows if size > 1 else slice(None) for rows, size in zip(part, mask.shape))]
+                part_mask = mask[
+                    tuple(rows if size > 1 else slice(None) for rows, size in zip(part, mask.shape))
+                ]
             operands = (x[part].float() for x in (q, *keys_values))
-            out[part], lse[part] = _FUSED(*operands, 0.0, is_causal, attn_mask=part_mask, scale=scale)
+            out[part], lse[part] = _FUSED(
+                *operands, 0.0, is_causal, attn_mask=part_mask, scale=scale
+            )
     return out, lse
 
 
-# Sparse attention: of the older tokens, a query takes the values of those with the largest weights (paper, section 5).
+# Sparse attention: of the older tokens, a query takes the values of those with the largest weights
+# (paper, section 5).
 
 _ROUNDING = 1e-9
 
@@ -438,7 +512,13 @@ class TopK:
 
 
 def select_top_k(
-    q: Tensor, k: Tensor, config: AttentionConfig, positions: Tensor, mask: Tensor, counts: Tensor, largest: int
+    q: Tensor,
+    k: Tensor,
+    config: AttentionConfig,
+    positions: Tensor,
+    mask: Tensor,
+    counts: Tensor,
+    largest: int,
 ) -> TopK:
     """Select the older keys of one query per sequence.
 
@@ -469,9 +549,13 @@ def attend_top_k(
         queries, older = q[chunk.queries], chunk.quantized.stop - chunk.quantized.start
         positions = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
         k, v = (x[chunk.plain].transpose(0, 1) for x in plain)
-        part = attend_prefix(queries, k, v, config, positions - chunk.plain.start, chunk.mask[:, older:])
+        part = attend_prefix(
+            queries, k, v, config, positions - chunk.plain.start, chunk.mask[:, older:]
+        )
         if older:
-            selected = _attend_selected(queries, quantized, config, positions - chunk.quantized.start, chunk)
+            selected = _attend_selected(
+                queries, quantized, config, positions - chunk.quantized.start, chunk
+            )
             part = merge_partial(part, selected)
         parts.append(part)
     return _joined(parts)
@@ -488,7 +572,9 @@ def _attend_selected(
     scores = scores + chunk.mask[:, None, None, : k.shape[1]]
     weights = _weights(scores)
     largest = weights.topk(max(1, chunk.max_selected), dim=-1).values
-    threshold = largest.gather(2, (chunk.num_selected - 1).clamp_min(0)[:, None, None].expand(-1, len(k), 1))
+    threshold = largest.gather(
+        2, (chunk.num_selected - 1).clamp_min(0)[:, None, None].expand(-1, len(k), 1)
+    )
     out, lse = _attend_scores(scores.masked_fill((weights < threshold)[:, :, None], -math.inf), v)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
@@ -503,12 +589,16 @@ def _with_slopes(scores: Tensor, config: AttentionConfig, positions: Tensor) -> 
 
 
 def _weights(scores: Tensor) -> Tensor:
-    """Scores [B, Hk, G, S] -> softmax weights [B, Hk, S], summed over G; 0 if a query sees no key."""
+    """Scores [B, Hk, G, S] -> softmax weights [B, Hk, S], summed over G; 0 if a query sees no
+    key.
+    """
     return torch.softmax(scores, -1).nan_to_num_(0.0).sum(2)
 
 
 def num_selected(visible: int, share: float) -> int:
-    """Return how many of the visible keys a query selects; the share's own rounding error adds no key."""
+    """Return how many of the visible keys a query selects; the share's own rounding error adds no
+    key.
+    """
     return math.ceil(visible * share - _ROUNDING)
 
 

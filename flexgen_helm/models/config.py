@@ -1,4 +1,5 @@
-"""ModelConfig: what planner, cache, offload and checkpoint reader know of one model, whoever computes it. No torch.
+"""ModelConfig: what planner, cache, offload and checkpoint reader know of one model, whoever
+computes it. No torch.
 
 A plan for OPT-175B is made from this record alone.
 """
@@ -20,9 +21,12 @@ from flexgen_helm.identity import Identified
 TensorShapes = Iterator[tuple[str, tuple[int, ...]]]  # canonical name, shape
 
 
-# Here and below, `name` and `first_version` keep digests as they were before fields were renamed (identity.py).
+# Here and below, `name` and `first_version` keep digests as they were before fields were renamed
+# (identity.py).
 @dataclass(frozen=True)
-class MoEConfig(Identified, name="ExpertSpec", first_version="count per_token ffn_size normalize dense_layers"):
+class MoEConfig(
+    Identified, name="ExpertSpec", first_version="count per_token ffn_size normalize dense_layers"
+):
     """Mixture of experts: a router selects some gated MLPs for every token (Mixtral, Qwen3-MoE).
 
     count: experts of a layer.
@@ -41,16 +45,19 @@ class MoEConfig(Identified, name="ExpertSpec", first_version="count per_token ff
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that a token sees: the last `tokens`, itself included, or those of its own chunk.
+    """The positions that a token sees: the last `tokens`, itself included, or those of its own
+    chunk.
 
-    is_chunked: positions are divided into chunks of `tokens`, counted from the sequence's first one (Llama 4).
+    is_chunked: positions are divided into chunks of `tokens`, counted from the sequence's first one
+        (Llama 4).
     """
 
     tokens: int
     is_chunked: bool = False
 
     def oldest(self, position: Any, start: Any = 0) -> Any:
-        """Return the first position that a token at `position` sees; less than 0 if it is before the first.
+        """Return the first position that a token at `position` sees; less than 0 if it is before
+        the first.
 
         position: an integer or a tensor of them, as is `start`.
         start: absolute position of what both are counted from.
@@ -62,10 +69,11 @@ class Window:
 
 # The fields of the first version of both kinds of record, as digests name them.
 FIRST_VERSION = (
-    "family=architecture num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size max_positions "
-    "embed_size norm norm_eps activation gated_mlp rope residual norm_affine final_norm qkv_bias out_bias mlp_bias "
-    "tied_head position_offset qk_norm windows local_rope alibi embed_norm embed_scale norm_plus_one attn_scale "
-    "attn_softcap final_softcap experts"
+    "family=architecture num_layers hidden_size num_heads num_kv_heads head_dim ffn_size "
+    "vocab_size max_positions embed_size norm norm_eps activation gated_mlp rope residual "
+    "norm_affine final_norm qkv_bias out_bias mlp_bias tied_head position_offset qk_norm windows "
+    "local_rope alibi embed_norm embed_scale norm_plus_one attn_scale attn_softcap final_softcap "
+    "experts"
 )
 
 
@@ -73,9 +81,9 @@ FIRST_VERSION = (
 class ModelConfig(Identified, ABC):
     """One decoder-only model, as planner, cache, offload and checkpoint reader see it.
 
-    `DecoderConfig` adds the equations of a model that our own decoder computes, `TransformersConfig` the modules of one
-    that `transformers` computes. Sizes are in elements, positions in tokens. A new field has a default that leaves
-    other models alone.
+    `DecoderConfig` adds the equations of a model that our own decoder computes,
+    `TransformersConfig` the modules of one that `transformers` computes. Sizes are in elements,
+    positions in tokens. A new field has a default that leaves other models alone.
     """
 
     architecture: str  # name of the `Architecture` that filled the record
@@ -87,13 +95,17 @@ class ModelConfig(Identified, ABC):
     ffn_size: int  # inner size of the MLP; of modules, rows of the widest matrix of a layer
     vocab_size: int
     max_positions: int  # context length
-    embed_size: int  # width of the embedding table; another than `hidden_size` where the model projects (OPT-350M)
+    # width of the embedding table; another than `hidden_size` where the model projects (OPT-350M)
+    embed_size: int
     tied_head: bool = True  # the embedding table is the head's matrix too
-    windows: tuple[int | None, ...] = ()  # by layer: positions that a token sees, itself included; None for all
-    chunked: bool = False  # `windows` are chunks: a token sees those before it in its own one (Llama 4)
+    # by layer: positions that a token sees, itself included; None for all
+    windows: tuple[int | None, ...] = ()
+    # `windows` are chunks: a token sees those before it in its own one (Llama 4)
+    chunked: bool = False
     attn_softcap: float | None = None  # scores become cap tanh(score / cap) (Gemma 2)
     experts: MoEConfig | None = None  # instead of the MLP (Mixtral, Qwen3-MoE)
-    layers_before: int = 0  # layers of the model that come before these, on other ranks of a pipeline
+    # layers of the model that come before these, on other ranks of a pipeline
+    layers_before: int = 0
     layers_after: int = 0  # layers of the model that come after these
 
     # What each kind of record says in its own way.
@@ -101,30 +113,39 @@ class ModelConfig(Identified, ABC):
     @property
     @abstractmethod
     def class_name(self) -> str:
-        """The class of `transformers` whose modules compute the model, or the architecture of our own decoder."""
+        """The class of `transformers` whose modules compute the model, or the architecture of our
+        own decoder.
+        """
 
     @property
     @abstractmethod
     def values_digest(self) -> str:
-        """Digest of the files of `transformers` that compute the model's values; "" if none does."""
+        """Digest of the files of `transformers` that compute the model's values; "" if none
+        does.
+        """
 
     @abstractmethod
     def stage_tensors(self, stage: str) -> TensorShapes:
         """Yield canonical name and shape of one stage's tensors.
 
-        A tied head has no further matrix, unless another rank of a pipeline has the embedding table.
+        A tied head has no further matrix, unless another rank of a pipeline has the embedding
+        table.
 
         Matrices are [out, in] as in `torch.nn.Linear`, tables [rows, width], the rest vectors.
         """
 
     @abstractmethod
     def layer_kind(self, layer: int) -> Hashable:
-        """Return what layers share whose tensors have equal shapes; layer: counted in the whole model."""
+        """Return what layers share whose tensors have equal shapes; layer: counted in the whole
+        model.
+        """
 
     @cached_property
     @abstractmethod
     def linear_flops_per_token(self) -> int:
-        """FLOPs (a multiply-add counts two) of the layers' products for one token; without attention and head."""
+        """FLOPs (a multiply-add counts two) of the layers' products for one token; without
+        attention and head.
+        """
 
     @cached_property
     @abstractmethod
@@ -155,7 +176,9 @@ class ModelConfig(Identified, ABC):
 
     @property
     def context_end(self) -> str:
-        """Say what begins behind the context, where that is shorter than the model's; "" where it is not."""
+        """Say what begins behind the context, where that is shorter than the model's; "" where it
+        is not.
+        """
         return ""
 
     @property
@@ -174,8 +197,8 @@ class ModelConfig(Identified, ABC):
     def part(self, layers: range) -> ModelConfig:
         """Return some layers of the model, as one rank of a pipeline has them.
 
-        Embedding and head belong to the first and the last layer. Stages and tensors keep the names that they have in
-        the model; the methods that take a layer count from this part's first one.
+        Embedding and head belong to the first and the last layer. Stages and tensors keep the names
+        that they have in the model; the methods that take a layer count from this part's first one.
         """
         experts = self.experts
         if experts is not None:
@@ -194,7 +217,8 @@ class ModelConfig(Identified, ABC):
     def waiting_copies(self) -> int:
         """Hidden states of a token that waits in a layer for the experts of all tokens of its pass.
 
-        Before the layer, behind its attention, what experts are given, and the sum of their results.
+        Before the layer, behind its attention, what experts are given, and the sum of their
+        results.
         """
         return 4
 
@@ -205,21 +229,27 @@ class ModelConfig(Identified, ABC):
 
     @property
     def key_layers(self) -> tuple[int | None, ...]:
-        """For each layer the layer of the whole model whose keys and values it attends with; None if it has none.
+        """For each layer the layer of the whole model whose keys and values it attends with; None
+        if it has none.
 
-        (None, 1, 1): the first layer keeps a state instead, the last one shares the keys of the one before.
+        (None, 1, 1): the first layer keeps a state instead, the last one shares the keys of the one
+            before.
         """
         return tuple(range(self.layers_before, self.layers_before + self.num_layers))
 
     @cached_property
     def cache_layers(self) -> tuple[int | None, ...]:
-        """For each layer the number of the stored keys and values that it attends with; None if it attends to none.
+        """For each layer the number of the stored keys and values that it attends with; None if it
+        attends to none.
 
-        Some layers use those of an earlier one; the first of them here stores them. `key_layers` of (None, 1, 1) give
-        (None, 0, 0).
+        Some layers use those of an earlier one; the first of them here stores them. `key_layers` of
+        (None, 1, 1) give (None, 0, 0).
         """
         numbers: dict[int, int] = {}
-        return tuple(None if layer is None else numbers.setdefault(layer, len(numbers)) for layer in self.key_layers)
+        return tuple(
+            None if layer is None else numbers.setdefault(layer, len(numbers))
+            for layer in self.key_layers
+        )
 
     @cached_property
     def num_attention_layers(self) -> int:
@@ -233,7 +263,9 @@ class ModelConfig(Identified, ABC):
 
     @cached_property
     def layer_states(self) -> tuple[int, ...]:
-        """For each layer the elements of the state that it keeps of a sequence, 0 in most models."""
+        """For each layer the elements of the state that it keeps of a sequence, 0 in most
+        models.
+        """
         return (0,) * self.num_layers
 
     @cached_property
@@ -274,15 +306,21 @@ class ModelConfig(Identified, ABC):
     def num_parameters(self) -> int:
         """Distinct parameters; a tied head counts once."""
         firsts = self.first_stages.values()
-        values = {stage: sum(prod(shape) for _, shape in self.stage_tensors(stage)) for stage in {*firsts}}
+        values = {
+            stage: sum(prod(shape) for _, shape in self.stage_tensors(stage)) for stage in {*firsts}
+        }
         return sum(values[stage] for stage in firsts)
 
     @cached_property
     def first_stages(self) -> Mapping[str, str]:
-        """Stage -> the first one with tensors of equal shapes: sizes are computed once for all of a kind."""
+        """Stage -> the first one with tensors of equal shapes: sizes are computed once for all of a
+        kind.
+        """
         found: dict[Hashable, str] = {}
         kinds = {
-            stage: stage if stage in (EMBED, HEAD) else self.layer_kind(int(stage.removeprefix("layers.")))
+            stage: stage
+            if stage in (EMBED, HEAD)
+            else self.layer_kind(int(stage.removeprefix("layers.")))
             for stage in stage_names(self)
         }
         return {stage: found.setdefault(kind, stage) for stage, kind in kinds.items()}
@@ -296,8 +334,17 @@ class ModelConfig(Identified, ABC):
         return 2 * (project + self.embed_size * self.vocab_size)
 
     def attention_flops(self, query_tokens: int, key_tokens: int) -> int:
-        """FLOPs of all layers' scores and weighted sums, for `query_tokens` that attend to `key_tokens` each."""
-        return 4 * self.num_attention_layers * self.num_heads * self.head_dim * query_tokens * key_tokens
+        """FLOPs of all layers' scores and weighted sums, for `query_tokens` that attend to
+        `key_tokens` each.
+        """
+        return (
+            4
+            * self.num_attention_layers
+            * self.num_heads
+            * self.head_dim
+            * query_tokens
+            * key_tokens
+        )
 
 
 # The stages that a token passes in order: embed, layers.0 … layers.L-1, head.
@@ -309,19 +356,23 @@ HEAD_MATRIX = "head.lm.weight"
 # Table of inputs of every layer, looked up by token too (Gemma 3n, Gemma 4).
 LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
 
-# Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they bound the workspace.
+# Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they
+# bound the workspace.
 SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
 # Tokens of several prompts that are quantized together.
 QUANTIZED_TOKENS = 4096
 
 
-# Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight, for example.
+# Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight, for
+# example.
 _EXPERT = re.compile(r"(.*\.experts\.\d+)\.")
 
 
 @cache  # models have tens of thousands of tensors, and plans ask hundreds of times
 def expert_of(name: str) -> str | None:
-    """Return the expert that a tensor belongs to, the part of its name up to the expert's number; None if to none."""
+    """Return the expert that a tensor belongs to, the part of its name up to the expert's number;
+    None if to none.
+    """
     matched = _EXPERT.match(name)
     return None if matched is None else matched[1]
 
@@ -346,4 +397,6 @@ def stage_names(config: ModelConfig) -> list[str]:
 @lru_cache(maxsize=2)  # those of one model are asked for again and again
 def tensor_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Canonical name -> shape of all tensors of the model, in the order of a pass."""
-    return MappingProxyType(dict(chain.from_iterable(map(config.stage_tensors, stage_names(config)))))
+    return MappingProxyType(
+        dict(chain.from_iterable(map(config.stage_tensors, stage_names(config))))
+    )

@@ -1,7 +1,8 @@
-"""Refuse a model configuration whose entries no model can have: of another type, not finite, out of range. No torch.
+"""Refuse a model configuration whose entries no model can have: of another type, not finite, out of
+range. No torch.
 
-A `config.json` or a GGUF file comes from a stranger. What passes here is not worth computing with, perhaps, but it
-costs no more memory or time than the checkpoint's own size.
+A `config.json` or a GGUF file comes from a stranger. What passes here is not worth computing with,
+perhaps, but it costs no more memory or time than the checkpoint's own size.
 """
 
 from __future__ import annotations
@@ -41,20 +42,25 @@ def check_config(config: ModelConfig) -> None:
         dim = config.head_dim if rope.dim is None else rope.dim
         if not 0 < dim <= config.head_dim or dim % 2:
             raise ValueError(
-                f"the rotary embedding turns {dim} of {config.head_dim} elements of a head; they must be pairs of it"
+                f"the rotary embedding turns {dim} of {config.head_dim} elements of a head; they "
+                "must be pairs of it"
             )
         if not all(number > 0 for number in (rope.theta, rope.factor, *rope.factors)):
             raise ValueError("the rotary embedding has a base or factor that is not positive")
     experts = config.experts
-    if experts is not None and not (1 <= experts.per_token <= experts.count <= MAX_EXPERTS and experts.ffn_size >= 1):
+    if experts is not None and not (
+        1 <= experts.per_token <= experts.count <= MAX_EXPERTS and experts.ffn_size >= 1
+    ):
         raise ValueError(
-            f"{experts.per_token} of {experts.count} experts of size {experts.ffn_size} cannot be used; at most "
-            f"{MAX_EXPERTS:,} can be read"
+            f"{experts.per_token} of {experts.count} experts of size {experts.ffn_size} cannot be "
+            f"used; at most {MAX_EXPERTS:,} can be read"
         )
 
 
 def _check_types(record: Any) -> None:
-    """Compare each field with its annotation, those of records inside too; numbers must be finite and fit 64 bits."""
+    """Compare each field with its annotation, those of records inside too; numbers must be finite
+    and fit 64 bits.
+    """
     for name, hint in _hints(record.__class__).items():
         value = getattr(record, name)
         if is_dataclass(value):
@@ -63,7 +69,9 @@ def _check_types(record: Any) -> None:
         if not _fits(value, hint):
             kind = getattr(hint, "__name__", hint)
             raise ValueError(f"{_title(name)} is {repr(value)[:80]}, where {kind} is expected")
-        if not all(math.isfinite(number) and abs(number) < _MAX_NUMBER for number in _numbers(value)):
+        if not all(
+            math.isfinite(number) and abs(number) < _MAX_NUMBER for number in _numbers(value)
+        ):
             raise ValueError(f"{_title(name)} is {repr(value)[:80]}, which no model has")
 
 
@@ -85,7 +93,9 @@ def _fits(value: object, hint: Any) -> bool:
             return False
         members = members[:1] * len(value) if members[-1] is ... else members
         return len(value) == len(members) and all(map(_fits, value, members))
-    return isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool)
+    return isinstance(value, (int, float) if hint is float else hint) and isinstance(
+        value, bool
+    ) == (hint is bool)
 
 
 def _numbers(value: object) -> Iterator[float]:

@@ -1,8 +1,9 @@
 """The decoder: embedding, layers and head as equations over a flat list of tokens, without padding.
 
-It receives tensors and operators and returns tensors. Where weights are stored, in which precision, and in which order
-stages run is not known here. Shapes: T tokens of any number of sequences in a row, H hidden size, Hq query
-heads, Hk key heads, D elements of a head, V vocabulary, E experts, K experts of a token.
+It receives tensors and operators and returns tensors. Where weights are stored, in which precision,
+and in which order stages run is not known here. Shapes: T tokens of any number of sequences in a
+row, H hidden size, Hq query heads, Hk key heads, D elements of a head, V vocabulary, E experts, K
+experts of a token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from flexgen_helm.models.routing import ExpertSizes, RoutedTokens, run_together,
 class StateGroup:
     """Tokens of a batch whose sequences have a state in a layer that keeps one.
 
-    tokens: of one sequence; or, with `one_each`, one token of each of B sequences, as a slice or as indices [B].
+    tokens: of one sequence; or, with `one_each`, one token of each of B sequences, as a slice or as
+        indices [B].
     states: of these sequences before the tokens, [B, elements] in float32; None if they begin here.
     keep: stores those behind the tokens.
     is_prefix: later groups go on from what `keep` has stored.
@@ -49,7 +51,12 @@ class Attend(Protocol):
         ...
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig | None = None, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: AttentionConfig | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [T, Hq, D], k and v [T, Hk, D] -> [T, Hq, D].
 
@@ -81,13 +88,16 @@ class LayerBatch:
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, rotated elements of a head]
 
 _QUERIES_KEYS_VALUES = "attn.q", "attn.k", "attn.v"
-# Tokens whose inner MLP activations exist at once: bounds the workspace of long prompts without changing a result.
+# Tokens whose inner MLP activations exist at once: bounds the workspace of long prompts without
+# changing a result.
 _MLP_TOKENS = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class TableRows:
-    """Rows [T] of a table to look up: on the compute device, and on the host for a table that is not there."""
+    """Rows [T] of a table to look up: on the compute device, and on the host for a table that is
+    not there.
+    """
 
     on_device: Tensor
     on_host: Tensor
@@ -97,14 +107,16 @@ class TableRows:
 
     def below(self, rows: int) -> TableRows:
         """Row 0 instead of those that a table of `rows` rows does not have."""
-        return TableRows(*(numbers.where(numbers < rows, 0) for numbers in (self.on_device, self.on_host)))
+        return TableRows(
+            *(numbers.where(numbers < rows, 0) for numbers in (self.on_device, self.on_host))
+        )
 
 
 class Products(Protocol):
     """Matrices of one stage, by canonical name without the stage's prefix.
 
-    repeatable: a matrix may be used more than once. Otherwise each is used at most once, in the order of
-        `ModelConfig.stage_tensors`; experts in the order of `use_experts`.
+    repeatable: a matrix may be used more than once. Otherwise each is used at most once, in the
+        order of `ModelConfig.stage_tensors`; experts in the order of `use_experts`.
     """
 
     repeatable: bool
@@ -127,11 +139,15 @@ class StageWeights(Products, Protocol):
     holds_experts: bool = False
 
     def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
-        """Say which experts so many tokens use, in order; called after routing, before their first product."""
+        """Say which experts so many tokens use, in order; called after routing, before their first
+        product.
+        """
         ...
 
     def expert_linear(self, sizes: ExpertSizes, name: str, x: Tensor) -> Tensor:
-        """x [rows, in] times the matrix of each row's expert -> [rows, out]; `name` has {} for the expert's number."""
+        """x [rows, in] times the matrix of each row's expert -> [rows, out]; `name` has {} for the
+        expert's number.
+        """
         parts = zip(sizes, x.split([*sizes.values()]))
         products = [self.linear(name.format(number), part) for number, part in parts]
         return products[0] if len(products) == 1 else torch.cat(products)
@@ -183,7 +199,9 @@ class Decoder:
         self._activation = _ACTIVATIONS[config.activation]
         ropes = {config.layer_rope(layer) for layer in range(config.num_layers)}
         self._frequencies = {
-            rope: inverse_frequencies(rope, config.head_dim).to(device) for rope in ropes if rope is not None
+            rope: inverse_frequencies(rope, config.head_dim).to(device)
+            for rope in ropes
+            if rope is not None
         }
 
     def rotary(self, positions: Tensor) -> dict[RopeConfig, Rotary]:
@@ -208,10 +226,13 @@ class Decoder:
             hidden = hidden + weights.lookup("positions", positions.shifted(config.position_offset))
         return self._norm(weights, "norm", hidden) if config.embed_norm else hidden
 
-    def layer(self, weights: StageWeights, layer: int, batches: Iterable[LayerBatch]) -> Generator[Tensor, None, None]:
+    def layer(
+        self, weights: StageWeights, layer: int, batches: Iterable[LayerBatch]
+    ) -> Generator[Tensor, None, None]:
         """Decoder layer number `layer`: of each batch hidden [T, H] -> [T, H], in order.
 
-        A layer with experts asks for all batches before it yields the first, and wants each expert once.
+        A layer with experts asks for all batches before it yields the first, and wants each expert
+        once.
         """
         runs = (partial(self._layer, weights, layer, batch) for batch in batches)
         if self.config.moe(layer) is None:
@@ -220,14 +241,17 @@ class Decoder:
 
     def _layer(self, weights: StageWeights, layer: int, batch: LayerBatch) -> Tensor:
         residual, moe = RESIDUALS[self.config.residual], self.config.moe(layer)
-        norm = partial(self._norm, weights, "mlp_norm") if residual.input_norm else Tensor.contiguous
+        norm = (
+            partial(self._norm, weights, "mlp_norm") if residual.input_norm else Tensor.contiguous
+        )
 
         def mlp(hidden: Tensor) -> Tensor:
             if moe is None:
                 return self._mlp(weights, "mlp", norm(hidden))
             return wait_for_experts(self._route(weights, moe, hidden, norm))
 
-        # Nothing that is needed no more is kept under a name, because a batch may wait in its mixture.
+        # Nothing that is needed no more is kept under a name, because a batch may wait in its
+        # mixture.
         hidden = batch.take_hidden()
         attention = partial(self._attention, weights, layer, batch)
         if residual.parallel:
@@ -236,10 +260,19 @@ class Decoder:
         hidden = self._add(weights, "attn", attention(hidden), hidden)
         return self._add(weights, "mlp", mlp(hidden), hidden)
 
-    def _attention(self, weights: StageWeights, layer: int, batch: LayerBatch, hidden: Tensor) -> Tensor:
+    def _attention(
+        self, weights: StageWeights, layer: int, batch: LayerBatch, hidden: Tensor
+    ) -> Tensor:
         config, rope = self.config, self.config.layer_rope(layer)
-        x = self._norm(weights, "attn_norm", hidden) if RESIDUALS[config.residual].input_norm else hidden
-        q, k, v = (part.view(len(x), -1, config.head_dim) for part in weights.linears(_QUERIES_KEYS_VALUES, x))
+        x = (
+            self._norm(weights, "attn_norm", hidden)
+            if RESIDUALS[config.residual].input_norm
+            else hidden
+        )
+        q, k, v = (
+            part.view(len(x), -1, config.head_dim)
+            for part in weights.linears(_QUERIES_KEYS_VALUES, x)
+        )
         if config.qk_norm and config.qk_norm_all_heads:
             q = self._norm(weights, "attn.q_norm", q.flatten(1)).view_as(q)
             k = self._norm(weights, "attn.k_norm", k.flatten(1)).view_as(k)
@@ -261,7 +294,9 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _add(self, weights: StageWeights, block: str, x: Tensor, hidden: Tensor) -> Tensor:
-        """Add one block's output x to the residual stream, with the norms that follow it (`Residual`)."""
+        """Add one block's output x to the residual stream, with the norms that follow it
+        (`Residual`).
+        """
         residual = RESIDUALS[self.config.residual]
         if residual.output_norm:
             x = self._norm(weights, f"{block}_post_norm", x)
@@ -282,30 +317,43 @@ class Decoder:
         return weights.linear(f"{name}.down", inner)
 
     def _route(
-        self, weights: StageWeights, moe: MoEConfig, hidden: Tensor, norm: Callable[[Tensor], Tensor]
+        self,
+        weights: StageWeights,
+        moe: MoEConfig,
+        hidden: Tensor,
+        norm: Callable[[Tensor], Tensor],
     ) -> RoutedTokens:
-        """Each token of norm(hidden) [T, H] goes through the experts of its K largest router probabilities."""
+        """Each token of norm(hidden) [T, H] goes through the experts of its K largest router
+        probabilities.
+        """
 
         def experts(sizes: ExpertSizes, _: Tensor | int, x: Tensor) -> Tensor:
             if len(sizes) > 1:
                 return self._mlp(_OfExperts(weights, sizes), "mlp.experts.{}", x)
             return self._mlp(weights, f"mlp.experts.{next(iter(sizes))}", x)
 
-        probabilities = torch.softmax(weights.linear("mlp.router", norm(hidden)).float(), dim=-1)  # [T, E]
+        # [T, E]
+        probabilities = torch.softmax(weights.linear("mlp.router", norm(hidden)).float(), dim=-1)
         expert_weights, selected = torch.topk(probabilities, moe.per_token, dim=-1)
         if moe.normalize:
             expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
-        return RoutedTokens(hidden, selected, expert_weights, moe.count, experts, weights.holds_experts, given=norm)
+        return RoutedTokens(
+            hidden, selected, expert_weights, moe.count, experts, weights.holds_experts, given=norm
+        )
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:
         config, weight = self.config, weights.vector(f"{name}.weight")
         if config.norm == "rmsnorm":
             return layer_rows.rms_norm(x, weight, config.norm_eps, config.norm_plus_one)
-        return F.layer_norm(x, (config.hidden_size,), weight, weights.vector(f"{name}.bias"), config.norm_eps)
+        return F.layer_norm(
+            x, (config.hidden_size,), weight, weights.vector(f"{name}.bias"), config.norm_eps
+        )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair of elements, [rotated elements / 2] in float32 (Su et al., 2021)."""
+    """Angle per position of each pair of elements, [rotated elements / 2] in float32 (Su et al.,
+    2021).
+    """
     dim = rope.dim or head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
     if rope.kind == "factors":  # LongRoPE (Ding et al., 2024)
@@ -315,7 +363,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
-    if rope.kind == "llama3":  # Dubey et al. (2024): 1 for short wavelengths, which are kept, 0 for long ones
+    # Dubey et al. (2024): 1 for short wavelengths, which are kept, 0 for long ones
+    if rope.kind == "llama3":
         wavelengths = 2 * math.pi / frequencies
         ramp = rope.original_max_positions / wavelengths - rope.low_freq_factor
         keep = (ramp / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
@@ -325,10 +374,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig, dim: int) -> Tensor:
-    """1 for many turns in the original context, 0 for few, a ramp between (Peng et al., 2023, section 3.2)."""
+    """1 for many turns in the original context, 0 for few, a ramp between (Peng et al., 2023,
+    section 3.2).
+    """
 
     def element(turns: float) -> float:
-        return dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            dim
+            * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     first, last = element(rope.beta_fast), element(rope.beta_slow)
     if rope.truncate:
@@ -342,8 +397,8 @@ def _yarn_ramp(rope: RopeConfig, dim: int) -> Tensor:
 def alibi_slopes(heads: int) -> Tensor:
     """Decrease of a score per position of distance, [heads] in float32 (Press et al., 2021).
 
-    For n heads, n a power of two: the geometric series from 2^(-8/n). Further heads take every other term of the
-    series for 2n.
+    For n heads, n a power of two: the geometric series from 2^(-8/n). Further heads take every
+    other term of the series for 2n.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]

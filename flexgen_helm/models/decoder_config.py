@@ -28,19 +28,20 @@ ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reorder
 class RopeConfig(
     Identified,
     name="RopeSpec",
-    first_version="theta kind factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
-    "truncate factors magnitude dim",
+    first_version="theta kind factor low_freq_factor high_freq_factor original_max_positions "
+    "beta_fast beta_slow truncate factors magnitude dim",
 ):
-    """Rotary position embedding of the first `dim` elements of a head; their two halves rotate against each other.
+    """Rotary position embedding of the first `dim` elements of a head; their two halves rotate
+    against each other.
 
     theta: base of the inverse frequencies.
     kind: how the frequencies are stretched to contexts longer than `original_max_positions`.
         'default': not at all.
         'linear': all are divided by `factor`.
-        'llama3': low ones are divided by `factor`, with a ramp between the wavelengths original / low_freq_factor and
-            original / high_freq_factor.
-        'yarn': those with fewer than `beta_slow` turns in the original context are divided by `factor`, those with
-            more than `beta_fast` are not, with a ramp between.
+        'llama3': low ones are divided by `factor`, with a ramp between the wavelengths original /
+            low_freq_factor and original / high_freq_factor.
+        'yarn': those with fewer than `beta_slow` turns in the original context are divided by
+            `factor`, those with more than `beta_fast` are not, with a ramp between.
         'factors': each is divided by its own entry of `factors` (LongRoPE, GGUF files).
     truncate: the ramp of 'yarn' begins and ends at whole elements.
     magnitude: factor on cosines and sines.
@@ -63,7 +64,8 @@ class RopeConfig(
 
 @dataclass(frozen=True)
 class Residual:
-    """Where a layer's norms are. f is one of its two blocks, attention ('attn') and feed-forward ('mlp').
+    """Where a layer's norms are. f is one of its two blocks, attention ('attn') and feed-forward
+    ('mlp').
 
         x = f(norm(h))     if input_norm, else f(h)     tensor '<block>_norm'
         x = norm(x)        if output_norm               tensor '<block>_post_norm'
@@ -95,7 +97,9 @@ class DecoderConfig(
     first_version=FIRST_VERSION,
     later="qk_norm_all_heads layers_before layers_after chunked norm_bias",
 ):
-    """One model by its equations, filled by the module of its architecture (`models.architectures`)."""
+    """One model by its equations, filled by the module of its architecture
+    (`models.architectures`).
+    """
 
     norm: Literal["layernorm", "rmsnorm"]  # of hidden states
     norm_eps: float
@@ -109,13 +113,16 @@ class DecoderConfig(
     out_bias: bool = False  # of the attention output (OPT, GPT-2, GPT-NeoX, BLOOM)
     mlp_bias: bool = False  # (OPT, GPT-2, GPT-NeoX, BLOOM)
     position_offset: int = 0  # rows of the table of learned positions before position 0 (OPT: 2)
-    qk_norm: bool = False  # RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)
-    local_rope: RopeConfig | None = None  # rotation of the layers with a window, where it differs (Gemma 3)
+    # RMS norm of each head's query and key before the rotation (Qwen3, Gemma 3)
+    qk_norm: bool = False
+    # rotation of the layers with a window, where it differs (Gemma 3)
+    local_rope: RopeConfig | None = None
     alibi: bool = False  # scores fall linearly with the distance (BLOOM)
     embed_norm: bool = False  # embeddings are normed (BLOOM)
     embed_scale: float = 1.0  # factor on embeddings (Gemma)
     norm_plus_one: bool = False  # RMS norms multiply by 1 + weight (Gemma)
-    attn_scale: float | None = None  # factor on scores; None for head_dim ** -0.5 (Gemma, some GPT-2)
+    # factor on scores; None for head_dim ** -0.5 (Gemma, some GPT-2)
+    attn_scale: float | None = None
     final_softcap: float | None = None  # logits become cap tanh(logit / cap) (Gemma 2)
     norm_bias: bool = True  # layer norms have biases (not in MPT)
     qk_norm_all_heads: bool = False  # `qk_norm` is of all heads together, not of each (OLMo 2)
@@ -133,7 +140,10 @@ class DecoderConfig(
         if stage == EMBED:
             yield table
             if self.learned_positions:
-                yield "embed.positions.weight", (self.max_positions + self.position_offset, self.hidden_size)
+                yield (
+                    "embed.positions.weight",
+                    (self.max_positions + self.position_offset, self.hidden_size),
+                )
             if self.embed_norm:
                 yield from self._norm("embed.norm")
             if self.projects_embeddings:
@@ -148,7 +158,9 @@ class DecoderConfig(
             elif not self.has_embedding:
                 yield table
         else:
-            yield from self._layer_tensors(stage, self.moe(int(stage.removeprefix("layers.")) - self.layers_before))
+            yield from self._layer_tensors(
+                stage, self.moe(int(stage.removeprefix("layers.")) - self.layers_before)
+            )
 
     def layer_kind(self, layer: int) -> MoEConfig | None:
         return self.moe(layer - self.layers_before)
@@ -191,11 +203,16 @@ class DecoderConfig(
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Rotation of this layer's queries and keys."""
-        return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
+        return (
+            self.local_rope
+            if self.local_rope is not None and self.window(layer) is not None
+            else self.rope
+        )
 
     @property
     def waiting_copies(self) -> int:
-        return 2 + RESIDUALS[self.residual].parallel  # `Decoder` keeps those behind attention, and the sum
+        # `Decoder` keeps those behind attention, and the sum
+        return 2 + RESIDUALS[self.residual].parallel
 
     @property
     def learned_positions(self) -> bool:
@@ -229,7 +246,9 @@ class DecoderConfig(
 
     @cached_property
     def widest_ffn(self) -> int:
-        return max(shape[0] for name, shape in tensor_shapes(self).items() if name.endswith(".up.weight"))
+        return max(
+            shape[0] for name, shape in tensor_shapes(self).items() if name.endswith(".up.weight")
+        )
 
 
 def _linear(name: str, out_size: int, in_size: int, bias: bool) -> TensorShapes:

@@ -1,13 +1,16 @@
-"""Makes a configuration small: the same class and the same features, one period of its layers, narrow matrices.
+"""Makes a configuration small: the same class and the same features, one period of its layers,
+narrow matrices.
 
-A model of such a configuration runs in a moment, whole by `transformers` and by the engine, so the two can be compared
-for any model, wherever it is opened (`engine/proof.py`). Torch and `transformers` are imported inside functions.
+A model of such a configuration runs in a moment, whole by `transformers` and by the engine, so the
+two can be compared for any model, wherever it is opened (`engine/proof.py`). Torch and
+`transformers` are imported inside functions.
 
     hidden size 8192, 64 heads of 128, 80 layers       hidden size 64, 4 heads of 16, 2 layers
     window of 4096, every second layer                 window of 12, every second layer
     rotation, caps, scales, biases, tying              the same
 
-What must not change with the size are features: which entries are there, which are zero, which are equal.
+What must not change with the size are features: which entries are there, which are zero, which are
+equal.
 """
 
 from __future__ import annotations
@@ -34,31 +37,49 @@ MAX_WEIGHTS = 6_000_000
 _SIZES = {
     HIDDEN: "hidden_size d_model n_embd embed_dim emb_dim",
     HIDDEN // 2: "word_embed_proj_dim embedding_size global_head_dim swa_head_dim",
-    80: "intermediate_size ffn_dim decoder_ffn_dim n_inner ffn_hidden_size intermediate_size_mlp mlp_dim dff "
-    "dense_intermediate_size block_ff_dim",
+    80: "intermediate_size ffn_dim decoder_ffn_dim n_inner ffn_hidden_size intermediate_size_mlp "
+    "mlp_dim dff dense_intermediate_size block_ff_dim",
     40: "moe_intermediate_size expert_ffn_hidden_size expert_intermediate_size",
-    48: "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size moe_latent_size",
-    POSITIONS: "max_position_embeddings n_positions max_sequence_length max_target_positions n_ctx index_topk",
+    48: (
+        "shared_expert_intermediate_size shared_intermediate_size "
+        "moe_shared_expert_intermediate_size moe_latent_size"
+    ),
+    POSITIONS: (
+        "max_position_embeddings n_positions max_sequence_length max_target_positions n_ctx "
+        "index_topk"
+    ),
     WINDOW: "sliding_window attention_chunk_size local_attention window_size",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input n_words decoder_vocab_size pronunciation_vocab_size "
-    "shape_vocab_size",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input n_words decoder_vocab_size "
+    "pronunciation_vocab_size shape_vocab_size",
     24: "q_lora_rank kv_lora_rank gate_low_rank_dim",
-    HEAD_DIM: "qk_rope_head_dim qk_nope_head_dim v_head_dim swa_v_head_dim mamba_d_head mamba_head_dim "
-    "linear_key_head_dim linear_value_head_dim",
+    HEAD_DIM: "qk_rope_head_dim qk_nope_head_dim v_head_dim swa_v_head_dim mamba_d_head "
+    "mamba_head_dim linear_key_head_dim linear_value_head_dim",
     8: "rotary_dim hidden_size_per_layer_input laurel_rank num_experts "
-    "num_local_experts n_routed_experts moe_num_experts mamba_d_state ssm_state_size mamba_chunk_size chunk_size",
+    "num_local_experts n_routed_experts moe_num_experts mamba_d_state ssm_state_size "
+    "mamba_chunk_size chunk_size",
     4: "linear_num_value_heads",
     0: "num_hidden_layers n_layer n_layers num_layers",  # of parts that see or hear
-    2: "num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts num_selected_experts n_group "
-    "num_expert_group moe_router_num_groups "
-    "n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups mamba_num_groups "
-    "mamba_dt_rank linear_num_key_heads",
+    2: "num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts "
+    "num_selected_experts n_group num_expert_group moe_router_num_groups "
+    "n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups "
+    "mamba_num_groups mamba_dt_rank linear_num_key_heads",
 }
-_SIZE_OF: Mapping[str, int] = {name: size for size, names in _SIZES.items() for name in names.split()}
+_SIZE_OF: Mapping[str, int] = {
+    name: size for size, names in _SIZES.items() for name in names.split()
+}
 # Of parts beside the language model: they are built, and not used.
-_SIZES_OF_OTHER_PARTS = dict(num_hidden_layers=1, num_blocks=1, num_attention_heads=4, image_size=28, patch_size=14)
+_SIZES_OF_OTHER_PARTS = dict(
+    num_hidden_layers=1, num_blocks=1, num_attention_heads=4, image_size=28, patch_size=14
+)
 _LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "swa_num_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+    "swa_num_attention_heads",
+)
 _KV_HEADS = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -67,7 +88,13 @@ _KV_HEADS = (
     "swa_num_key_value_heads",
 )
 # Numbers of layers, which become layers of the small configuration.
-_NUMBERS_OF_LAYERS = {"mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_idxs", "kv_shared_layer_index"}
+_NUMBERS_OF_LAYERS = {
+    "mlp_only_layers",
+    "attn_layer_indices",
+    "moe_layers",
+    "full_attn_idxs",
+    "kv_shared_layer_index",
+}
 # Entries without influence on values, and those of tokens.
 _WITHOUT_INFLUENCE = re.compile(
     "_name_or_path|architectures|auto_map|transformers_version|dtype|torch_dtype|use_cache|initializer_range|"
@@ -80,17 +107,23 @@ _WITHOUT_INFLUENCE = re.compile(
 
 
 def kind_text(content: Mapping[str, Any]) -> str:
-    """Return what a `config.json` says besides sizes: two models of one kind compute by the same steps.
+    """Return what a `config.json` says besides sizes: two models of one kind compute by the same
+    steps.
 
-    Numbers count as 0, 1, or larger. Of entries with a value for every layer, the different values count.
+    Numbers count as 0, 1, or larger. Of entries with a value for every layer, the different values
+    count.
     """
     text = content.get("text_config")
     entries = {**content, **text} if isinstance(text, Mapping) else dict(content)
     ties = sum(
-        bool(entries.get(name)) and entries[name] == entries.get(heads) for name in _KV_HEADS for heads in _HEADS
+        bool(entries.get(name)) and entries[name] == entries.get(heads)
+        for name in _KV_HEADS
+        for heads in _HEADS
     )
     names = entries.get("architectures") or [""]
-    features = {name: value for name, value in entries.items() if not _WITHOUT_INFLUENCE.fullmatch(name)}
+    features = {
+        name: value for name, value in entries.items() if not _WITHOUT_INFLUENCE.fullmatch(name)
+    }
     return json.dumps([str(names[0]), ties, _kind(features)], sort_keys=True)
 
 
@@ -105,13 +138,18 @@ def _kind(value: Any) -> Any:
 
 
 def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tuple[Any, Any]]:
-    """Yield the class of `transformers` and small configurations of it that have every kind of layer of `config`.
+    """Yield the class of `transformers` and small configurations of it that have every kind of
+    layer of `config`.
 
     content: of `config.json`.
     """
     from flexgen_helm.models.transformers_backend.empty_model import class_and_config
 
-    find = architecture_by_modules if isinstance(config, TransformersConfig) else architecture_of_config
+    find = (
+        architecture_by_modules
+        if isinstance(config, TransformersConfig)
+        else architecture_of_config
+    )
     cls, whole = class_and_config(json.dumps(content))
     full = whole.to_dict()
     kinds = layer_kinds(config)
@@ -145,14 +183,26 @@ def _layer_kind(config: ModelConfig, layer: int) -> Any:
     mixer = None if kind.mixer is None else replace(kind.mixer, states=(), width=0)
     names = tuple(name for name, _ in (*kind.matrices, *kind.resident))
     reads = any(layer in shared.readers for shared in config.modules.shared_keys)
-    return *common, names, tuple(experts.path for experts in kind.experts), mixer, kind.attends, reads
+    return (
+        *common,
+        names,
+        tuple(experts.path for experts in kind.experts),
+        mixer,
+        kind.attends,
+        reads,
+    )
 
 
 def _layers_tried(full: Mapping[str, Any], count: int) -> Iterator[list[int]]:
-    """Yield the layers of the whole model that the small one has: the first of each kind, or a beginning."""
+    """Yield the layers of the whole model that the small one has: the first of each kind, or a
+    beginning.
+    """
     lists = _layer_lists(full, count).values()
     shared = count - (full.get("num_kv_shared_layers") or 0)
-    signatures = [(layer >= shared, *(json.dumps(values[layer]) for values in lists)) for layer in range(count)]
+    signatures = [
+        (layer >= shared, *(json.dumps(values[layer]) for values in lists))
+        for layer in range(count)
+    ]
     first = sorted({signatures.index(signature) for signature in signatures})
     if lists and len(first) > 1:
         yield first
@@ -167,7 +217,9 @@ def _layer_lists(full: Mapping[str, Any], count: int) -> dict[str, Sequence[Any]
     return {
         name: value
         for name, value in full.items()
-        if isinstance(value, (list, tuple)) and len(value) == count and name not in _NUMBERS_OF_LAYERS
+        if isinstance(value, (list, tuple))
+        and len(value) == count
+        and name not in _NUMBERS_OF_LAYERS
     }
 
 
@@ -175,13 +227,23 @@ def small_config(full: Mapping[str, Any], layers: Sequence[int]) -> dict[str, An
     """Return the entries of a small configuration with these layers of the whole one."""
     numbers = {name: value for name, value in full.items() if isinstance(value, int)}
     count = next((numbers[name] for name in _LAYERS if name in numbers), len(layers))
-    small = {name: value for name, value in full.items() if name not in ("architectures", "dtype", "torch_dtype")}
+    small = {
+        name: value
+        for name, value in full.items()
+        if name not in ("architectures", "dtype", "torch_dtype")
+    }
     for name, value in small.items():
         if isinstance(value, Mapping) and "model_type" in value:  # a part that sees or hears
-            small[name] = {key: _smaller(key, inner) for key, inner in value.items()} | _SIZES_OF_OTHER_PARTS
+            small[name] = {
+                key: _smaller(key, inner) for key, inner in value.items()
+            } | _SIZES_OF_OTHER_PARTS
         elif name == "per_layer_config" and isinstance(value, Mapping):
             of_layers = [value.get(str(layer)) for layer in layers]
-            small[name] = {str(new): small_config(entries, layers) for new, entries in enumerate(of_layers) if entries}
+            small[name] = {
+                str(new): small_config(entries, layers)
+                for new, entries in enumerate(of_layers)
+                if entries
+            }
         elif name in _NUMBERS_OF_LAYERS and isinstance(value, (list, tuple)):
             small[name] = [new for new, layer in enumerate(layers) if layer in value]
         else:
@@ -216,18 +278,26 @@ def _smaller(name: str, value: Any) -> Any:
 
 
 def _set_heads(numbers: Mapping[str, int], small: dict[str, Any]) -> None:
-    """Set the heads so that those which are as many as others stay so, and a head is as wide as it was or wider."""
+    """Set the heads so that those which are as many as others stay so, and a head is as wide as it
+    was or wider.
+    """
     heads = next((numbers[name] for name in _HEADS if name in numbers), HEADS)
     small |= dict.fromkeys(numbers.keys() & _HEADS, HEADS)
     for name in numbers.keys() & _KV_HEADS:
         small[name] = HEADS if numbers[name] >= heads else 1 if numbers[name] == 1 else HEADS // 2
     if "head_dim" in numbers:
-        hidden = next((numbers[name] for name in ("hidden_size", "d_model", "n_embd") if name in numbers), 0)
-        small["head_dim"] = HEAD_DIM if hidden and numbers["head_dim"] * heads == hidden else HEAD_DIM + 8
+        hidden = next(
+            (numbers[name] for name in ("hidden_size", "d_model", "n_embd") if name in numbers), 0
+        )
+        small["head_dim"] = (
+            HEAD_DIM if hidden and numbers["head_dim"] * heads == hidden else HEAD_DIM + 8
+        )
         if numbers.keys() >= {"qk_rope_head_dim", "kv_lora_rank"}:
             parts = ("qk_rope_head_dim", "qk_nope_head_dim")
             is_sum = numbers["head_dim"] == sum(numbers[part] for part in parts)
-            small["head_dim"] = sum(small[part] for part in parts) if is_sum else small["qk_rope_head_dim"]
+            small["head_dim"] = (
+                sum(small[part] for part in parts) if is_sum else small["qk_rope_head_dim"]
+            )
     if small.get("query_pre_attn_scalar") is not None:
         small["query_pre_attn_scalar"] = 20
 
@@ -242,13 +312,19 @@ def _set_states(full: Mapping[str, Any], small: dict[str, Any]) -> None:
         small["num_heads"], small["head_dim"] = inner // HEAD_DIM, HEAD_DIM
     if full.get("mamba_d_ssm") is not None:
         small["mamba_d_ssm"] = inner
-    if "linear_num_key_heads" in full and full["linear_num_key_heads"] == full.get("linear_num_value_heads"):
+    if "linear_num_key_heads" in full and full["linear_num_key_heads"] == full.get(
+        "linear_num_value_heads"
+    ):
         small["linear_num_value_heads"] = small["linear_num_key_heads"]
 
 
 def _set_rope(full: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Rotations are stretched as before, from a context that prompts of a few dozen tokens reach."""
-    dim = small.get("head_dim") or HIDDEN // next((small[name] for name in _HEADS if name in small), HEADS)
+    """Rotations are stretched as before, from a context that prompts of a few dozen tokens
+    reach.
+    """
+    dim = small.get("head_dim") or HIDDEN // next(
+        (small[name] for name in _HEADS if name in small), HEADS
+    )
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(full.get(name), Mapping):
             small[name] = _small_rope(full[name], int(dim), full)
@@ -259,15 +335,22 @@ def _set_rope(full: Mapping[str, Any], small: dict[str, Any]) -> None:
 def _small_rope(rope: Mapping[str, Any], dim: int, full: Mapping[str, Any]) -> dict[str, Any]:
     # Parameters may be those of each kind of layer.
     small = {
-        name: _small_rope(value, dim, full) if isinstance(value, Mapping) else value for name, value in rope.items()
+        name: _small_rope(value, dim, full) if isinstance(value, Mapping) else value
+        for name, value in rope.items()
     }
-    rotated = int(dim * (rope.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0)) // 2
+    rotated = (
+        int(dim * (rope.get("partial_rotary_factor") or full.get("partial_rotary_factor") or 1.0))
+        // 2
+    )
     for name in ("short_factor", "long_factor"):
         if name in rope and rope[name] is not None:
             small[name] = [rope[name][len(rope[name]) * pair // rotated] for pair in range(rotated)]
     if rope.get("mrope_section") is not None:
         parts = len(rope["mrope_section"])
-        small["mrope_section"] = [rotated - (parts - 1) * (rotated // parts), *[rotated // parts] * (parts - 1)]
+        small["mrope_section"] = [
+            rotated - (parts - 1) * (rotated // parts),
+            *[rotated // parts] * (parts - 1),
+        ]
     if rope.get("original_max_position_embeddings") is not None:
         long = rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic")
         small["original_max_position_embeddings"] = POSITIONS // (2 if long else 4)

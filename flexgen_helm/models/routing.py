@@ -1,11 +1,14 @@
-"""Compute a mixture of experts once a router has selected them, whoever computes the router and an expert.
+"""Compute a mixture of experts once a router has selected them, whoever computes the router and an
+expert.
 
-An expert is wanted once for all tokens of a pass, so that it is read once. So each batch runs in a coroutine of its own
-(a greenlet: the code of a module cannot be left otherwise) until it comes to its experts, and waits there for the rest:
+An expert is wanted once for all tokens of a pass, so that it is read once. So each batch runs in a
+coroutine of its own (a greenlet: the code of a module cannot be left otherwise) until it comes to
+    its experts, and waits there for the rest:
 
     batch 0   attention, router |                        | sum, …
     batch 1                     attention, router |      |       sum, …
-    experts                                         0 1 2 …            each with its tokens of all batches
+    experts                                         0 1 2 …            each with its tokens of all
+    batches
 
 Shapes: T tokens of a batch, H hidden size, E experts of a layer, K experts of a token.
 """
@@ -23,7 +26,8 @@ from torch import Tensor
 
 from flexgen_helm.concurrency import stop_point
 
-# Called with the experts that tokens use, in order, and the number of these tokens (`StageWeights.use_experts`).
+# Called with the experts that tokens use, in order, and the number of these tokens
+# (`StageWeights.use_experts`).
 Announce = Callable[[Sequence[int], int], None]
 # How many rows of sorted tokens each of some experts has, by number, in order.
 ExpertSizes = Mapping[int, int]
@@ -35,14 +39,17 @@ _EXPERT_ROWS = 4096
 class RoutedTokens:
     """Tokens of a batch on their way through the experts of a layer.
 
-    x: [T, H], of which `given` makes what experts are given, row by row: so that is not kept while batches wait.
+    x: [T, H], of which `given` makes what experts are given, row by row: so that is not kept while
+        batches wait.
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
-    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows, H]; both may be
-        overwritten.
-    at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one after the other.
-    weighs_input: the shares are factors on what experts are given instead of on their results (Llama 4).
+    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows,
+        H]; both may be overwritten.
+    at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one
+        after the other.
+    weighs_input: the shares are factors on what experts are given instead of on their results
+        (Llama 4).
     """
 
     x: Tensor
@@ -54,7 +61,9 @@ class RoutedTokens:
     weighs_input: bool = False
     given: Callable[[Tensor], Tensor] = Tensor.contiguous
 
-    def products(self, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor, shares: Tensor) -> Tensor:
+    def products(
+        self, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor, shares: Tensor
+    ) -> Tensor:
         """Return the weighted results of rows x, as of `experts`; shares: [rows, 1]."""
         stop_point()
         x = self.given(x)
@@ -63,7 +72,9 @@ class RoutedTokens:
         return self.experts(sizes, numbers, x).mul_(shares)
 
 
-def run_together(batches: Iterable[Callable[[], Tensor]], announce: Announce) -> Generator[Tensor, None, None]:
+def run_together(
+    batches: Iterable[Callable[[], Tensor]], announce: Announce
+) -> Generator[Tensor, None, None]:
     """Run a layer for each batch, and their experts together; yield what each returns, in order.
 
     batches: each calls `wait_for_experts`. The next one is asked for when the one before waits.
@@ -93,7 +104,9 @@ def run_together(batches: Iterable[Callable[[], Tensor]], announce: Announce) ->
 
 
 def wait_for_experts(tokens: RoutedTokens) -> Tensor:
-    """Return the results of a batch of `run_together`, [T, H], once those of the others are wanted, too."""
+    """Return the results of a batch of `run_together`, [T, H], once those of the others are wanted,
+    too.
+    """
     from greenlet import getcurrent
 
     parent = getcurrent().parent
@@ -105,9 +118,11 @@ def wait_for_experts(tokens: RoutedTokens) -> Tensor:
 def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list[Tensor]:
     """Return of each batch the weighted sums of its tokens' experts, [T, H] (Shazeer et al., 2017).
 
-    Tokens are sorted by expert, so that an expert multiplies all of them in one product, of `_EXPERT_ROWS` at most:
+    Tokens are sorted by expert, so that an expert multiplies all of them in one product, of
+    `_EXPERT_ROWS` at most:
 
-        sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert and batch … T K
+        sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert and
+        batch … T K
 
     A token's results are added in the order of expert numbers, whatever else is in its batch.
 
@@ -116,12 +131,21 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
     first, device, count = batches[0], batches[0].x.device, len(batches)
     sizes = [len(batch.x) for batch in batches]
     numbers = [batch.selected.flatten() * count + index for index, batch in enumerate(batches)]
-    keys, order = torch.cat(numbers).sort(stable=True)  # by expert, then by batch; each token K times
-    tokens = torch.cat([torch.arange(size, device=device) for size in sizes])[order // first.selected.shape[1]]
-    shares = torch.cat([batch.weights.flatten() for batch in batches])[order, None].to(first.x.dtype)
+    # by expert, then by batch; each token K times
+    keys, order = torch.cat(numbers).sort(stable=True)
+    tokens = torch.cat([torch.arange(size, device=device) for size in sizes])[
+        order // first.selected.shape[1]
+    ]
+    shares = torch.cat([batch.weights.flatten() for batch in batches])[order, None].to(
+        first.x.dtype
+    )
     edges = torch.searchsorted(keys, torch.arange(first.num_experts * count + 1, device=device))
     bounds = edges.tolist()  # the one wait for a device
-    used = [number for number in range(first.num_experts) if bounds[number * count] < bounds[(number + 1) * count]]
+    used = [
+        number
+        for number in range(first.num_experts)
+        if bounds[number * count] < bounds[(number + 1) * count]
+    ]
     announce(used, sum(sizes))
     if first.at_once:
         return [_at_once(first, keys, tokens, shares, bounds)]
@@ -132,12 +156,18 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
             x = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
             y = first.products({number: len(x)}, number, x, shares[rows])
             for index, part in parts:
-                out[index].index_add_(0, tokens[part], y[part.start - rows.start : part.stop - rows.start])
+                out[index].index_add_(
+                    0, tokens[part], y[part.start - rows.start : part.stop - rows.start]
+                )
     return out
 
 
-def _at_once(batch: RoutedTokens, experts: Tensor, tokens: Tensor, shares: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Take a batch that is alone through many experts at once: what else a product needs is one launch for all."""
+def _at_once(
+    batch: RoutedTokens, experts: Tensor, tokens: Tensor, shares: Tensor, bounds: Sequence[int]
+) -> Tensor:
+    """Take a batch that is alone through many experts at once: what else a product needs is one
+    launch for all.
+    """
     results = batch.x.new_empty((len(tokens), batch.x.shape[1]))
     for rows, parts in _tiles(bounds):
         sizes = {number: part.stop - part.start for number, part in parts}
@@ -150,8 +180,13 @@ def _at_once(batch: RoutedTokens, experts: Tensor, tokens: Tensor, shares: Tenso
 
 
 def _tiles(bounds: Sequence[int]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
-    """Divide the rows between the first and the last bound into tiles; yield each with its parts between two bounds."""
+    """Divide the rows between the first and the last bound into tiles; yield each with its parts
+    between two bounds.
+    """
     for begin in range(bounds[0], bounds[-1], _EXPERT_ROWS):
         end = min(begin + _EXPERT_ROWS, bounds[-1])
         cuts = [min(max(begin, bound), end) for bound in bounds]
-        yield slice(begin, end), [(i, slice(*cut)) for i, cut in enumerate(pairwise(cuts)) if cut[0] < cut[1]]
+        yield (
+            slice(begin, end),
+            [(i, slice(*cut)) for i, cut in enumerate(pairwise(cuts)) if cut[0] < cut[1]],
+        )

@@ -1,1 +1,3 @@
-"""Three tiers of memory: byte ledgers, copies between them, and the weights and activations that they hold."""
+"""Three tiers of memory: byte ledgers, copies between them, and the weights and activations that
+they hold.
+"""

@@ -22,7 +22,8 @@ class _StoredBatch:
     """The hidden states [T, H] of one batch.
 
     resident: the first rows, on the compute device.
-    stores: tier -> store of the next rows; its result is the rows in host memory, or None on the disk.
+    stores: tier -> store of the next rows; its result is the rows in host memory, or None on the
+        disk.
     claims: releases the memory on all tiers.
     fetch: of all rows to the compute device, once `prefetch` was called.
     """
@@ -35,7 +36,8 @@ class _StoredBatch:
 
 
 class ActivationStore:
-    """Hidden states [T, H] by batch number. Stores and fetches run in the background; their errors surface in `load`.
+    """Hidden states [T, H] by batch number. Stores and fetches run in the background; their errors
+    surface in `load`.
 
     placed: tier -> bytes stored so far.
     """
@@ -55,8 +57,13 @@ class ActivationStore:
 
         Raises `MemoryLimitError` if the last one has no room for its rows.
         """
-        compute_tier, num_rows, row_bytes = self._tiers.compute_tier, hidden.shape[0], hidden[:1].nbytes
-        tiers = (compute_tier, *(t for t in TIERS if t != compute_tier))  # in `_fetch`, the disk's are the last
+        compute_tier, num_rows, row_bytes = (
+            self._tiers.compute_tier,
+            hidden.shape[0],
+            hidden[:1].nbytes,
+        )
+        # in `_fetch`, the disk's are the last
+        tiers = (compute_tier, *(t for t in TIERS if t != compute_tier))
         last = next(tier for tier in reversed(tiers) if self._fractions[tier] > 0)
         stored = self._batches[batch] = _StoredBatch(hidden.shape, hidden[:0])
         first, share = 0, 0.0
@@ -76,7 +83,9 @@ class ActivationStore:
             # A view, even an empty one, would keep the memory of the other rows.
             stored.resident = stored.resident.clone()
 
-    def _claim_rows(self, stored: _StoredBatch, tier: Tier, rows: int, row_bytes: int, needs_all: bool) -> int:
+    def _claim_rows(
+        self, stored: _StoredBatch, tier: Tier, rows: int, row_bytes: int, needs_all: bool
+    ) -> int:
         """Claim memory for up to `rows` rows; return how many have room."""
         ledger = self._tiers.ledgers[tier]
         while rows:
@@ -93,9 +102,13 @@ class ActivationStore:
         return rows
 
     def wait(self, batch: int, num_bytes: int) -> bool:
-        """Claim memory of the compute tier for a batch that waits within a layer; return whether it had room."""
+        """Claim memory of the compute tier for a batch that waits within a layer; return whether it
+        had room.
+        """
         try:
-            self._waiting[batch] = self._tiers.ledgers[self._tiers.compute_tier].claim("activations", num_bytes)
+            self._waiting[batch] = self._tiers.ledgers[self._tiers.compute_tier].claim(
+                "activations", num_bytes
+            )
         except MemoryLimitError:
             return False
         return True
@@ -106,21 +119,31 @@ class ActivationStore:
             self._tiers.ledgers[self._tiers.compute_tier].release(self._waiting.pop(batch))
 
     def prefetch(self, batch: int) -> None:
-        """Begin to fetch a batch's states; does nothing if there are none, or all are resident or being fetched."""
+        """Begin to fetch a batch's states; does nothing if there are none, or all are resident or
+        being fetched.
+        """
         stored = self._batches.get(batch)
         if stored is not None and stored.stores and stored.fetch is None:
             stored.fetch = self._tiers.submit("activations in", lambda: self._fetch(batch, stored))
 
     def load(self, batch: int) -> Tensor:
-        """Return a batch's states on the compute device and forget them; waits for their stores and fetches."""
+        """Return a batch's states on the compute device and forget them; waits for their stores and
+        fetches.
+        """
         self.prefetch(batch)
         stored = self._batches[batch]
-        hidden = stored.resident if stored.fetch is None else self._tiers.wait(stored.fetch, "activations")
+        hidden = (
+            stored.resident
+            if stored.fetch is None
+            else self._tiers.wait(stored.fetch, "activations")
+        )
         self._batches.pop(batch).claims.close()
         return hidden
 
     def close(self) -> None:
-        """Forget all states, after running transfers; their errors are ignored, because one of them ended the run."""
+        """Forget all states, after running transfers; their errors are ignored, because one of them
+        ended the run.
+        """
         for batch in [*self._waiting]:
             self.end_wait(batch)
         for stored in self._batches.values():
@@ -134,10 +157,14 @@ class ActivationStore:
         self._files.clear()
 
     def _store_async(self, batch: int, tier: Tier, part: Tensor) -> Future[Tensor | None]:
-        if tier == "disk" and (batch not in self._files or self._files[batch].size < aligned(part.nbytes)):
+        if tier == "disk" and (
+            batch not in self._files or self._files[batch].size < aligned(part.nbytes)
+        ):
             if batch in self._files:
                 self._files.pop(batch).close(delete=True)
-            self._files[batch] = self._tiers.directory().scratch(f"activations-{batch}", part.nbytes)
+            self._files[batch] = self._tiers.directory().scratch(
+                f"activations-{batch}", part.nbytes
+            )
 
         def store(after: Launched) -> Tensor | None:
             on_host = self._tiers.to_host(part, "activations", after=after)

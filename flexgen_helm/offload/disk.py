@@ -2,11 +2,12 @@
 
 Layout of an offload directory:
 
-    weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all runs of these weights
-    weights-<fingerprint>-<format>/checked.txt    matrices that were checked once, and are read from the checkpoint
-    run-<pid>-<n>/                                cache and activations of one engine, deleted when it closes
-    run-<pid>-<n>.lock                            locked by that process; a run whose lock is free is dead and deleted
-    .lock                                         locked while runs are created or deleted, so that none looks dead
+    weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all
+    runs of these weights weights-<fingerprint>-<format>/checked.txt    matrices that were checked
+    once, and are read from the checkpoint run-<pid>-<n>/                                cache and
+    activations of one engine, deleted when it closes run-<pid>-<n>.lock
+    locked by that process; a run whose lock is free is dead and deleted .lock
+    locked while runs are created or deleted, so that none looks dead
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ _serials = itertools.count()
 class DirectFile:
     """A file of fixed size with direct I/O. Any thread may read and write; calls block.
 
-    Buffers are bytes in host memory whose address and length are multiples of `ALIGNMENT`, as are offsets. On a file
-    system without direct I/O, each transfer drops its pages from the page cache instead.
+    Buffers are bytes in host memory whose address and length are multiples of `ALIGNMENT`, as are
+    offsets. On a file system without direct I/O, each transfer drops its pages from the page cache
+    instead.
 
-    All methods raise `OffloadError`; creating and writing a file raise `DiskFullError` if there is no room.
+    All methods raise `OffloadError`; creating and writing a file raise `DiskFullError` if there is
+    no room.
     """
 
     def __init__(self, path: Path, size: int, create: bool, rates: DiskRates | None = None) -> None:
         """Open or create a file.
 
-        size: bytes, rounded up to a multiple of `ALIGNMENT`; an existing file must have at least as many.
+        size: bytes, rounded up to a multiple of `ALIGNMENT`; an existing file must have at least as
+            many.
         rates: of a simulated disk.
         """
         self._rates = rates
@@ -60,7 +64,8 @@ class DirectFile:
             raise _offload_error(error, path, self.size) from error
         if create:
             try:
-                # Allocate all blocks now, so that a full disk is an error here and not in the middle of a run.
+                # Allocate all blocks now, so that a full disk is an error here and not in the
+                # middle of a run.
                 os.posix_fallocate(self._descriptor, 0, max(self.size, ALIGNMENT))
             except OSError as error:
                 self.close(delete=True)  # an open descriptor would keep the blocks
@@ -69,7 +74,8 @@ class DirectFile:
         if self._end < self.size:
             os.close(self._descriptor)
             raise OffloadError(
-                f"{path} is shorter than its {exact_size(self.size)}; delete it, and it is written again"
+                f"{path} is shorter than its {exact_size(self.size)}; delete it, and it is written "
+                "again"
             )
 
     def read(self, offset: int, buffer: Tensor) -> None:
@@ -104,21 +110,35 @@ class DirectFile:
             with suppress(OSError):  # with its run's folder, or by the next run
                 self.path.unlink()
 
-    def _transfer(self, call: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor) -> None:
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor
+    ) -> None:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        assert offset % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0 and offset + len(view) <= self.size
+        assert (
+            offset % ALIGNMENT == 0
+            and len(view) % ALIGNMENT == 0
+            and offset + len(view) <= self.size
+        )
         done, size = 0, min(len(view), self._end - offset)
-        with nullcontext() if self._rates is None else self._rates.of(call is os.pwritev).transfer(size):
+        with (
+            nullcontext()
+            if self._rates is None
+            else self._rates.of(call is os.pwritev).transfer(size)
+        ):
             try:
                 while done < size:
                     count = call(self._descriptor, [view[done : done + _CHUNK]], offset + done)
                     # Direct I/O is cut short only at the file's end.
                     if count <= 0 or (self.direct and count % ALIGNMENT and done + count < size):
-                        raise OffloadError(f"{self.path} ends {size - done} bytes early; delete it and run again")
+                        raise OffloadError(
+                            f"{self.path} ends {size - done} bytes early; delete it and run again"
+                        )
                     if not self.direct:
                         if call is os.pwritev:
                             os.fdatasync(self._descriptor)
-                        os.posix_fadvise(self._descriptor, offset + done, count, os.POSIX_FADV_DONTNEED)
+                        os.posix_fadvise(
+                            self._descriptor, offset + done, count, os.POSIX_FADV_DONTNEED
+                        )
                     done += count
             except OSError as error:
                 raise _offload_error(error, self.path, len(view)) from error
@@ -142,7 +162,9 @@ class CheckpointFile(DirectFile):
             raise
 
     def read(self, offset: int, buffer: Tensor) -> None:
-        """Fill the buffer from `offset` on; raises `CheckpointError` if the file has changed since it was opened."""
+        """Fill the buffer from `offset` on; raises `CheckpointError` if the file has changed since
+        it was opened.
+        """
         try:
             super().read(offset, buffer)
         finally:
@@ -165,8 +187,14 @@ class OffloadDirectory:
                 self.run, self._held = self._lock_new_run()
                 self.run.mkdir()
         except OSError as error:
-            advice = "" if error.errno in (errno.EMFILE, errno.ENFILE) else "; name another with --offload-dir"
-            raise OffloadError(f"the offload directory {folder} cannot be used: {error.strerror}{advice}") from error
+            advice = (
+                ""
+                if error.errno in (errno.EMFILE, errno.ENFILE)
+                else "; name another with --offload-dir"
+            )
+            raise OffloadError(
+                f"the offload directory {folder} cannot be used: {error.strerror}{advice}"
+            ) from error
 
     def scratch(self, name: str, size: int) -> DirectFile:
         """Create a file of this run."""
@@ -176,7 +204,8 @@ class OffloadDirectory:
         """Return the files of a model's weights.
 
         fingerprint: of the checkpoint.
-        fmt: label of the format that the matrices are stored in, a 16-bit dtype or `Precision.weights_label`.
+        fmt: label of the format that the matrices are stored in, a 16-bit dtype or
+            `Precision.weights_label`.
         """
         return WeightFiles(_weights_folder(self.folder, fingerprint, fmt), self._rates)
 
@@ -206,8 +235,8 @@ class OffloadDirectory:
 class WeightFiles:
     """The matrices of one model in one format, a file each. Whoever needs a file first writes it.
 
-    A file gets its name once it is whole and on the disk. The folder's name has the weights' fingerprint, so that no
-    file of another model is used.
+    A file gets its name once it is whole and on the disk. The folder's name has the weights'
+    fingerprint, so that no file of another model is used.
     """
 
     def __init__(self, folder: Path, rates: DiskRates | None = None) -> None:
@@ -217,7 +246,8 @@ class WeightFiles:
         self._lock = folder / ".lock"
 
     def ensure(self, name: str, size: int, tiles: Iterable[Tensor]) -> DirectFile:
-        """Open the file of a matrix; write it first if there is none of its size. Other processes that need it wait.
+        """Open the file of a matrix; write it first if there is none of its size. Other processes
+        that need it wait.
 
         size: bytes of the matrix.
         tiles: its content in order, read only to write it.
@@ -235,14 +265,22 @@ class WeightFiles:
     def num_bytes(self) -> int:
         """Bytes of the files that are there."""
         paths = self._folder.glob("[!.]*")
-        return sum(path.stat().st_size for path in paths if path.suffix not in (".part", ".txt", ".json", ".lock"))
+        return sum(
+            path.stat().st_size
+            for path in paths
+            if path.suffix not in (".part", ".txt", ".json", ".lock")
+        )
 
     def ensure_checked(self, name: str, tiles: Iterable[Tensor]) -> None:
-        """Read the tiles of a matrix that stays in the checkpoint's file, which checks them, unless that was done."""
+        """Read the tiles of a matrix that stays in the checkpoint's file, which checks them, unless
+        that was done.
+        """
         path = self._folder / "checked.txt"
         try:
             if self._checked is None:
-                self._checked = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
+                self._checked = (
+                    set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
+                )
             if name not in self._checked:
                 for _ in tiles:
                     pass
@@ -283,7 +321,9 @@ class WeightFiles:
 
 
 def written_bytes(folder: Path, fingerprint: str, fmt: str) -> int:
-    """Return the bytes of the weight files that an offload directory has; see `OffloadDirectory.weights`."""
+    """Return the bytes of the weight files that an offload directory has; see
+    `OffloadDirectory.weights`.
+    """
     path = _weights_folder(folder, fingerprint, fmt)
     return WeightFiles(path).num_bytes if path.is_dir() else 0
 
@@ -319,14 +359,14 @@ def _offload_error(error: OSError, path: Path, num_bytes: int) -> OffloadError:
     """Say what a system call's error means and what helps; num_bytes: that the file needs."""
     if error.errno == errno.EFBIG:
         return DiskFullError(
-            f"files in {path.parent} may not have the {exact_size(num_bytes)} that {path.name} needs; raise the limit "
-            "(ulimit -f), or name another directory with --offload-dir"
+            f"files in {path.parent} may not have the {exact_size(num_bytes)} that {path.name} "
+            "needs; raise the limit (ulimit -f), or name another directory with --offload-dir"
         )
     # A quota, and a disk without inodes, leave bytes free.
     if error.errno == errno.ENOSPC and (free := shutil.disk_usage(path.parent).free) < num_bytes:
         return DiskFullError(
-            f"{path.parent} has {exact_size(free)} free, and {exact_size(num_bytes)} are needed for {path.name}; free "
-            "some, or name another directory with --offload-dir"
+            f"{path.parent} has {exact_size(free)} free, and {exact_size(num_bytes)} are needed "
+            f"for {path.name}; free some, or name another directory with --offload-dir"
         )
     error.filename = str(path)
     kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else OffloadError

@@ -1,8 +1,8 @@
 """Experts on slower tiers, brought to the compute device once tokens are routed to them.
 
-The router decides in the middle of a layer. Then exactly the chosen experts that no slot holds are loaded, in the
-order of their use, and behind them those that the next layer is expected to use. What a slot holds stays until its
-memory is needed, so hot experts are not read again.
+The router decides in the middle of a layer. Then exactly the chosen experts that no slot holds are
+loaded, in the order of their use, and behind them those that the next layer is expected to use.
+What a slot holds stays until its memory is needed, so hot experts are not read again.
 
     computing  | layer 3: attention, router | expert 4 | expert 9 | layer 4: attention, router | …
     loaders                    use([4, 9])  | 4 | 9 |  4.0 | 4.1 | …  (as far as slots are free)
@@ -23,7 +23,8 @@ from flexgen_helm.offload.matrices import Expert
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import NUM_LOADERS
 
-# Uses for each known expert after which all counts are halved, so that what was hot once does not stay for ever.
+# Uses for each known expert after which all counts are halved, so that what was hot once does not
+# stay for ever.
 _HALF_LIFE = 8
 
 
@@ -41,9 +42,13 @@ class _Load:
 
 
 class ExpertStreamer:
-    """Loads experts into slots, in background threads; for the computing thread. Errors surface at the use."""
+    """Loads experts into slots, in background threads; for the computing thread. Errors surface at
+    the use.
+    """
 
-    def __init__(self, experts: Mapping[str, Expert], slots: Tensor, tiers: TransferManager) -> None:
+    def __init__(
+        self, experts: Mapping[str, Expert], slots: Tensor, tiers: TransferManager
+    ) -> None:
         """slots: memory [slots, bytes] on the compute device; a slot holds the largest expert."""
         self._experts, self._slots, self._tiers = experts, slots, tiers
         self._free = list(range(len(slots)))
@@ -55,7 +60,9 @@ class ExpertStreamer:
         self._expected: Sequence[str] = ()
 
     def use(self, experts: Sequence[str], expected: Sequence[str] = ()) -> None:
-        """Load experts in the order of their use, and then those that are expected to be used next."""
+        """Load experts in the order of their use, and then those that are expected to be used
+        next.
+        """
         self._give_up_until(None)
         self._wanted, self._expected = deque(experts), expected
         for expert in experts:
@@ -69,7 +76,8 @@ class ExpertStreamer:
         self._load_ahead()
 
     def matrix(self, expert: str, name: str) -> Tensor:
-        """Return a matrix of an expert that is wanted, in its storage format; wait until it is loaded.
+        """Return a matrix of an expert that is wanted, in its storage format; wait until it is
+        loaded.
 
         The experts before it are given up.
         """
@@ -85,14 +93,20 @@ class ExpertStreamer:
         self._load_ahead()
 
     def cancel(self) -> None:
-        """Forget what was asked for and expected; wait for loads under way. What slots hold stays."""
+        """Forget what was asked for and expected; wait for loads under way. What slots hold
+        stays.
+        """
         self._expected = ()
         self.finish()
-        for expert in [name for name, load in self._loads.items() if load.matrices.exception() is not None]:
+        for expert in [
+            name for name, load in self._loads.items() if load.matrices.exception() is not None
+        ]:
             self._drop(expert)
 
     def _load_ahead(self) -> None:
-        """Begin to load what no slot holds of the wanted and the expected experts, as far as there is room."""
+        """Begin to load what no slot holds of the wanted and the expected experts, as far as there
+        is room.
+        """
         needed = [*self._wanted, *(self._expected if self._tiers.overlap else ())]
         for position, expert in enumerate(needed):
             if expert in self._loads:
@@ -103,11 +117,15 @@ class ExpertStreamer:
                     return
                 self._drop(victim)
             slot = self._free.pop()
-            load = self._tiers.submit("experts loader", partial(self._load, expert, slot), NUM_LOADERS)
+            load = self._tiers.submit(
+                "experts loader", partial(self._load, expert, slot), NUM_LOADERS
+            )
             self._loads[expert] = _Load(slot, load, position >= len(self._wanted))
 
     def _give_up_until(self, next_used: str | None) -> None:
-        """Let the slots of the wanted experts before the next one that is used be reused; of all without one."""
+        """Let the slots of the wanted experts before the next one that is used be reused; of all
+        without one.
+        """
         while self._wanted and self._wanted[0] != next_used:
             expert = self._wanted.popleft()
             if (load := self._loads.get(expert)) is None:
@@ -119,8 +137,9 @@ class ExpertStreamer:
     def _victim(self, needed: Sequence[str], position: int) -> str | None:
         """Return the expert whose slot one of the needed takes; None where that must wait.
 
-        One that nobody needs: that was used least, of equals the newest. For a wanted one also the last of the expected
-        ones; for the next one, whose slots are all wanted later, the last of those.
+        One that nobody needs: that was used least, of equals the newest. For a wanted one also the
+        last of the expected ones; for the next one, whose slots are all wanted later, the last of
+        those.
         """
         unneeded = self._loads.keys() - needed
         if unneeded:

@@ -1,7 +1,9 @@
-"""Products with stored weights: as they rest where the host can, else a tile of rows at a time in the compute dtype.
+"""Products with stored weights: as they rest where the host can, else a tile of rows at a time in
+the compute dtype.
 
-On a device a tile is a whole matrix, up to a bound (`planner.workspace`), because each tile costs launches. On the host
-it stays in the CPU cache, and its memory is reused: touching the pages of a new tensor costs more than the conversion.
+On a device a tile is a whole matrix, up to a bound (`planner.workspace`), because each tile costs
+launches. On the host it stays in the CPU cache, and its memory is reused: touching the pages of a
+new tensor costs more than the conversion.
 """
 
 from __future__ import annotations
@@ -58,13 +60,20 @@ def tiled_linear(
                 tile.copy_(weight[first : first + count])
             else:
                 dequantize_into(weight[first // stripe : -(-(first + count) // stripe)], fmt, tile)
-            yield first, linear(x, tile, None if bias is None else bias[first : first + count], batch_invariant)
+            yield (
+                first,
+                linear(
+                    x, tile, None if bias is None else bias[first : first + count], batch_invariant
+                ),
+            )
 
     return joined(parts(), x, rows)
 
 
 def joined(parts: Iterator[tuple[int, Tensor]], x: Tensor, rows: int) -> Tensor:
-    """Join products of x [T, in] with tiles of a matrix to [T, rows]; parts: each tile's first row, and its product."""
+    """Join products of x [T, in] with tiles of a matrix to [T, rows]; parts: each tile's first row,
+    and its product.
+    """
     out = None
     for first, part in parts:
         if part.shape[1] == rows:
@@ -77,7 +86,9 @@ def joined(parts: Iterator[tuple[int, Tensor]], x: Tensor, rows: int) -> Tensor:
     return out
 
 
-def dequantize_tiled(packed: Tensor, fmt: StoredFormat, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+def dequantize_tiled(
+    packed: Tensor, fmt: StoredFormat, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
     """Dequantize packed stripes to a matrix [rows, width]."""
     out = torch.empty((rows, width), dtype=dtype, device=packed.device)
     step = _tile_stripes(rows, width, fmt.stripe_rows, packed.device)
@@ -88,16 +99,24 @@ def dequantize_tiled(packed: Tensor, fmt: StoredFormat, rows: int, width: int, d
 
 
 def _tile_stripes(rows: int, width: int, stripe_rows: int, device: torch.device) -> int:
-    """Return how many stripes of a matrix [rows, width] are brought to the compute dtype at once."""
+    """Return how many stripes of a matrix [rows, width] are brought to the compute dtype at
+    once.
+    """
     stripes, stripe_elements = math.ceil(rows / stripe_rows), stripe_rows * width
-    return max(1, upcast_elements(stripes * stripe_elements, device.type != "cpu") // stripe_elements)
+    return max(
+        1, upcast_elements(stripes * stripe_elements, device.type != "cpu") // stripe_elements
+    )
 
 
 def _tile_memory(rows: int, width: int, x: Tensor) -> Tensor:
-    """Return memory [rows, width] in the dtype of `x`; on the host valid until this thread's next call."""
+    """Return memory [rows, width] in the dtype of `x`; on the host valid until this thread's next
+    call.
+    """
     if x.device.type != "cpu":
         return x.new_empty((rows, width))
     tile: Tensor | None = getattr(_thread_local, "tile", None)
     if tile is None or tile.dtype != x.dtype or tile.numel() < rows * width:
-        tile = _thread_local.tile = torch.empty(max(HOST_UPCAST_ELEMENTS, rows * width), dtype=x.dtype)
+        tile = _thread_local.tile = torch.empty(
+            max(HOST_UPCAST_ELEMENTS, rows * width), dtype=x.dtype
+        )
     return tile[: rows * width].view(rows, width)

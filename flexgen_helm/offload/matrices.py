@@ -1,12 +1,14 @@
 """Matrices of a checkpoint: loaded to a tier in their storage format, and fetched from there.
 
-The storage format is the checkpoint's 16-bit dtype, or a packed format of the precision. Packed matrices have stripes
-of bytes for rows (`quant.formats`). A matrix is packed once, into a weight file from which every tier is loaded.
+The storage format is the checkpoint's 16-bit dtype, or a packed format of the precision. Packed
+matrices have stripes of bytes for rows (`quant.formats`). A matrix is packed once, into a weight
+file from which every tier is loaded.
 
 The matrices of an expert are loaded together, and share a weight file.
 
-A matrix that a file of the checkpoint has in its storage format, in 16 bits or as published, is read from there, if
-that file is on the disk of the offload directory. It has no weight file, and its values are checked once.
+A matrix that a file of the checkpoint has in its storage format, in 16 bits or as published, is
+read from there, if that file is on the disk of the offload directory. It has no weight file, and
+its values are checked once.
 """
 
 from __future__ import annotations
@@ -59,9 +61,15 @@ from flexgen_helm.quant.precisions import Precision, PublishedFormats
 
 
 def bytes_at_rest(
-    model: ResolvedModel, precision: Precision, folder: Path, with_written: bool, weights: WeightSource, seed: int
+    model: ResolvedModel,
+    precision: Precision,
+    folder: Path,
+    with_written: bool,
+    weights: WeightSource,
+    seed: int,
 ) -> int:
-    """Return the bytes of a model's matrices that need no more room below `folder`; 0 before the model is fetched.
+    """Return the bytes of a model's matrices that need no more room below `folder`; 0 before the
+    model is fetched.
 
     with_written: see `WeightsAtRest.num_bytes`.
     weights, seed: see `open_checkpoint`.
@@ -71,54 +79,78 @@ def bytes_at_rest(
     if weights == "pretrained" and local_weights(model) is None:
         return 0
     checkpoint = open_checkpoint(model, weights=weights, seed=seed)
-    precision = replace(precision, published=PublishedFormats(checkpoint.formats, checkpoint.gathers))
+    precision = replace(
+        precision, published=PublishedFormats(checkpoint.formats, checkpoint.gathers)
+    )
     sizes = StorageSizes(checkpoint.config, precision).matrices
     return WeightsAtRest(checkpoint, precision, folder).num_bytes(sizes, with_written)
 
 
 class WeightsAtRest:
-    """What the disk of an offload directory has of a checkpoint's matrices before they are loaded."""
+    """What the disk of an offload directory has of a checkpoint's matrices before they are
+    loaded.
+    """
 
     def __init__(self, checkpoint: Checkpoint, precision: Precision, folder: Path) -> None:
         self._checkpoint, self._precision, self._folder = checkpoint, precision, folder
         self._shares_disk: dict[Path, bool] = {}  # by file of the checkpoint
 
     def rows_of(self, name: str) -> Sequence[StoredRows]:
-        """Return where the checkpoint has a matrix as it is read, if those files are on the directory's disk."""
-        if len(self._checkpoint.shapes[name]) != 2 or isinstance(self._precision.format_of(name), GroupFormat):
+        """Return where the checkpoint has a matrix as it is read, if those files are on the
+        directory's disk.
+        """
+        if len(self._checkpoint.shapes[name]) != 2 or isinstance(
+            self._precision.format_of(name), GroupFormat
+        ):
             return ()
         rows = self._checkpoint.stored_rows(name)
-        return rows if all(self._shares(plane.file.path) for part in rows for plane in part.planes) else ()
+        return (
+            rows
+            if all(self._shares(plane.file.path) for part in rows for plane in part.planes)
+            else ()
+        )
 
     def _shares(self, path: Path) -> bool:
         if path not in self._shares_disk:
-            self._shares_disk[path] = path.stat().st_dev == existing_folder(self._folder).stat().st_dev
+            self._shares_disk[path] = (
+                path.stat().st_dev == existing_folder(self._folder).stat().st_dev
+            )
         return self._shares_disk[path]
 
     def label(self, fmt: StoredFormat | None) -> str:
         """Return what tells the weight files of a format from others of the checkpoint."""
         if isinstance(fmt, GroupFormat):
             return self._precision.weights_label
-        return f"published-{LAYOUT_VERSION}" if fmt else str(self._checkpoint.storage_dtype).removeprefix("torch.")
+        return (
+            f"published-{LAYOUT_VERSION}"
+            if fmt
+            else str(self._checkpoint.storage_dtype).removeprefix("torch.")
+        )
 
     def num_bytes(self, sizes: Mapping[str, int], with_written: bool) -> int:
-        """Return the bytes of matrices that need no more room: where the checkpoint has them, or a weight file does.
+        """Return the bytes of matrices that need no more room: where the checkpoint has them, or a
+        weight file does.
 
         sizes: of the matrices, by name.
-        with_written: weight files count, too; not where a limit of the directory is to hold for them.
+        with_written: weight files count, too; not where a limit of the directory is to hold for
+            them.
         """
         in_place = sum(size for name, size in sizes.items() if self.rows_of(name))
         if not with_written:
             return in_place
         labels = {self.label(self._precision.format_of(name)) for name in sizes}
-        written = sum(written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in labels)
+        written = sum(
+            written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in labels
+        )
         return in_place + min(written, sum(sizes.values()) - in_place)
 
 
 _thread_local = threading.local()
-# Threads that read rows of tables; they are kept, because starting them takes longer than the reads.
+# Threads that read rows of tables; they are kept, because starting them takes longer than the
+# reads.
 _READERS = ThreadPoolExecutor(8, "table rows", stay_alone)
-# Bytes that a disk reads in the time of one short read: rows nearer than this are read with what is between them.
+# Bytes that a disk reads in the time of one short read: rows nearer than this are read with what is
+# between them.
 _GAP_BYTES = 256 << 10
 # Bytes of the longest read of several rows.
 _STRETCH_BYTES = 4 << 20
@@ -137,14 +169,20 @@ class OffloadedMatrix(ABC):
 
     @abstractmethod
     def fetch(self, first: int, count: int, staging: Tensor) -> Tensor:
-        """Fetch rows [first, first + count) to staging memory on the compute device; see `prefetcher.Fetch`."""
+        """Fetch rows [first, first + count) to staging memory on the compute device; see
+        `prefetcher.Fetch`.
+        """
 
     @abstractmethod
     def gather(self, rows: Tensor) -> Tensor:
-        """Fetch single rows of a table to the compute device -> [T, width]; rows: [T], on the host."""
+        """Fetch single rows of a table to the compute device -> [T, width]; rows: [T], on the
+        host.
+        """
 
     def buffer_bytes(self, rows: int) -> int:
-        """Return the host memory in which a fetch of so many rows passes, on its way from the disk to a device."""
+        """Return the host memory in which a fetch of so many rows passes, on its way from the disk
+        to a device.
+        """
         return 0
 
 
@@ -189,7 +227,9 @@ class DiskMatrix(OffloadedMatrix):
             fetched, step = staging[: count * row_bytes], buffered_rows(row_bytes)
             for done in range(0, count, step):
                 rows = min(step, count - done)
-                on_host = self._read(first + done, rows, copy_engine.thread_buffer(ring_bytes(rows, row_bytes)))
+                on_host = self._read(
+                    first + done, rows, copy_engine.thread_buffer(ring_bytes(rows, row_bytes))
+                )
                 self._tiers.to_device(on_host, "weights", fetched[done * row_bytes :])
         return fetched.view(self.dtype).view(count, -1)
 
@@ -227,7 +267,9 @@ class DiskMatrix(OffloadedMatrix):
 
 
 class GatheredMatrix(DiskMatrix):
-    """A matrix whose rows are gathered from several places of files, through memory of the reading thread."""
+    """A matrix whose rows are gathered from several places of files, through memory of the reading
+    thread.
+    """
 
     def __init__(
         self,
@@ -264,7 +306,8 @@ class GatheredMatrix(DiskMatrix):
 class Expert:
     """The matrices of an expert on another tier, which are fetched together.
 
-    num_bytes: that a fetch needs: matrices begin at pages, and each may be read from the middle of a page on.
+    num_bytes: that a fetch needs: matrices begin at pages, and each may be read from the middle of
+        a page on.
     """
 
     def __init__(self, matrices: Mapping[str, OffloadedMatrix]) -> None:
@@ -276,8 +319,13 @@ class Expert:
             self.num_bytes += aligned(matrix.num_bytes) + ALIGNMENT
 
     def fetch(self, slot: Tensor) -> dict[str, Tensor]:
-        """Fetch all matrices to memory [num_bytes] on the compute device, in their storage format."""
-        return {name: m.fetch(0, m.shape[0], slot[offset:]) for name, (m, offset) in self._matrices.items()}
+        """Fetch all matrices to memory [num_bytes] on the compute device, in their storage
+        format.
+        """
+        return {
+            name: m.fetch(0, m.shape[0], slot[offset:])
+            for name, (m, offset) in self._matrices.items()
+        }
 
 
 def buffered_rows(row_bytes: int) -> int:
@@ -289,20 +337,31 @@ class MatrixLoader:
     """Loads the tensors of one checkpoint. The caller claims their memory first.
 
     Files of which matrices are read stay open until it is closed.
-    phase: 'load', until unchecked values had to be read ('verify') or a weight file to be written ('convert').
+    phase: 'load', until unchecked values had to be read ('verify') or a weight file to be written
+        ('convert').
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, tiers: TransferManager, precision: Precision, dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        tiers: TransferManager,
+        precision: Precision,
+        dtype: torch.dtype,
     ) -> None:
         """dtype: of computing."""
-        self._checkpoint, self._tiers, self._precision, self._dtype = checkpoint, tiers, precision, dtype
+        self._checkpoint, self._tiers, self._precision, self._dtype = (
+            checkpoint,
+            tiers,
+            precision,
+            dtype,
+        )
         self._at_rest = WeightsAtRest(checkpoint, precision, tiers.folder)
         self.phase: Literal["load", "verify", "convert"] = "load"
         self._files: dict[str, WeightFiles] = {}  # by label
         self._pages = Pages()
         self._resources = ExitStack()
-        self._open_files: dict[str, DirectFile] = {}  # weight files by name, those of the checkpoint by path
+        # weight files by name, those of the checkpoint by path
+        self._open_files: dict[str, DirectFile] = {}
         self._experts: dict[str, list[str]] = {}  # expert -> its matrices that share a weight file
         for name, shape in checkpoint.shapes.items():
             expert = expert_of(name)
@@ -314,8 +373,13 @@ class MatrixLoader:
         return self._precision.format_of(name) if len(self._checkpoint.shapes[name]) == 2 else None
 
     def order(self, name: str) -> Tensor | None:
-        """Return which row of a matrix as it rests is each of its rows; None if all are in order."""
-        if not isinstance(self.format_of(name), BlockFormat) or (order := self._checkpoint.order(name)) is None:
+        """Return which row of a matrix as it rests is each of its rows; None if all are in
+        order.
+        """
+        if (
+            not isinstance(self.format_of(name), BlockFormat)
+            or (order := self._checkpoint.order(name)) is None
+        ):
             return None
         return order.to(self._tiers.device)
 
@@ -325,11 +389,17 @@ class MatrixLoader:
         return prod(shape) * dtype.itemsize
 
     def to_device(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Load a tensor to the compute device; dtype: of one that is not packed, None for the checkpoint's."""
+        """Load a tensor to the compute device; dtype: of one that is not packed, None for the
+        checkpoint's.
+        """
         (shape, stored), copy_engine = self._storage(name), self._tiers.copy_engine
         if copy_engine is not None and self._tiers.device.type != "cpu":
             target = copy_engine.device_memory(shape, dtype or stored)
-            _copy_tiles(self._content(name), target, lambda part, tile: copy_engine.to_device(tile.to(dtype), part))
+            _copy_tiles(
+                self._content(name),
+                target,
+                lambda part, tile: copy_engine.to_device(tile.to(dtype), part),
+            )
             return target
         fmt = self.format_of(name)
         if isinstance(fmt, GroupFormat):
@@ -350,13 +420,18 @@ class MatrixLoader:
         return HostMatrix(self._tiers, stored.view(shape))
 
     def to_disk(self, name: str) -> DiskMatrix:
-        """Open a matrix where the checkpoint has it, or its weight file, which is written first if there is none."""
+        """Open a matrix where the checkpoint has it, or its weight file, which is written first if
+        there is none.
+        """
         if not (parts := self._at_rest.rows_of(name)):
             file, offset = self._file(name)
             return DiskMatrix(self._tiers, self._keep(file), *self._storage(name), offset)
         tiles = self._read("verify", self._tiles(name))
-        fmt = self.format_of(name)  # published values that fit one dtype may be too large for another
-        self._weight_files(fmt).ensure_checked(name if fmt is None else f"{name} {self._dtype}", tiles)
+        # published values that fit one dtype may be too large for another
+        fmt = self.format_of(name)
+        self._weight_files(fmt).ensure_checked(
+            name if fmt is None else f"{name} {self._dtype}", tiles
+        )
         files = {
             plane.file: self._keep(CheckpointFile(plane.file, self._tiers.disk_rates))
             for part in parts
@@ -389,40 +464,65 @@ class MatrixLoader:
         return file
 
     def _file(self, name: str) -> tuple[DirectFile, int]:
-        """Open the weight file of a matrix, which is written first if there is none; return where the matrix begins."""
+        """Open the weight file of a matrix, which is written first if there is none; return where
+        the matrix begins.
+        """
         expert = expert_of(name)
         names = [name] if expert is None else self._experts[expert]
         offsets = [0, *accumulate(aligned(self.num_bytes(member)) for member in names)]
-        files = self._weight_files(next((fmt for member in names if (fmt := self.format_of(member))), None))
-        padding = {member: [torch.zeros(-self.num_bytes(member) % ALIGNMENT, dtype=torch.uint8)] for member in names}
-        tiles = self._read("convert", chain.from_iterable(chain(self._tiles(m), padding[m]) for m in names))
+        files = self._weight_files(
+            next((fmt for member in names if (fmt := self.format_of(member))), None)
+        )
+        padding = {
+            member: [torch.zeros(-self.num_bytes(member) % ALIGNMENT, dtype=torch.uint8)]
+            for member in names
+        }
+        tiles = self._read(
+            "convert", chain.from_iterable(chain(self._tiles(m), padding[m]) for m in names)
+        )
         return files.ensure(expert or name, offsets[-1], tiles), offsets[names.index(name)]
 
     def _tiles(self, name: str) -> Iterable[Tensor]:
         """Return flat tiles of a matrix in its storage format."""
         fmt = self.format_of(name)
         if isinstance(fmt, GroupFormat):
-            return _packed_tiles(self._checkpoint.tiles(name), fmt, self._checkpoint.shapes[name][1])
-        return self._checkpoint.tiles(name) if fmt is None else self._checkpoint.packed_tiles(name, self._dtype)
+            return _packed_tiles(
+                self._checkpoint.tiles(name), fmt, self._checkpoint.shapes[name][1]
+            )
+        return (
+            self._checkpoint.tiles(name)
+            if fmt is None
+            else self._checkpoint.packed_tiles(name, self._dtype)
+        )
 
     def _content(self, name: str) -> Iterable[Tensor]:
-        """Return flat tiles of a matrix in its storage format, read from its weight file if it is packed here."""
+        """Return flat tiles of a matrix in its storage format, read from its weight file if it is
+        packed here.
+        """
         is_packed_here = isinstance(self.format_of(name), GroupFormat)
         return [self._read_packed(name).view(-1)] if is_packed_here else self._tiles(name)
 
     def _weight_files(self, fmt: StoredFormat | None) -> WeightFiles:
         label = self._at_rest.label(fmt)
         if label not in self._files:
-            self._files[label] = self._tiers.directory().weights(self._checkpoint.fingerprint, label)
+            self._files[label] = self._tiers.directory().weights(
+                self._checkpoint.fingerprint, label
+            )
         return self._files[label]
 
-    def _read(self, phase: Literal["verify", "convert"], tiles: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Pass on the content of a matrix: it is read where a weight file is missing, or its values are unchecked."""
+    def _read(
+        self, phase: Literal["verify", "convert"], tiles: Iterable[Tensor]
+    ) -> Iterator[Tensor]:
+        """Pass on the content of a matrix: it is read where a weight file is missing, or its values
+        are unchecked.
+        """
         self.phase = phase
         yield from tiles
 
     def _read_packed(self, name: str) -> Tensor:
-        """Read a packed matrix [stripes, bytes] from its weight file into new host memory, or pack it there."""
+        """Read a packed matrix [stripes, bytes] from its weight file into new host memory, or pack
+        it there.
+        """
         if self._has_directory:
             file, offset = self._file(name)
             with closing(file):
@@ -437,7 +537,9 @@ class MatrixLoader:
         try:
             self._tiers.directory()
         except OffloadError as error:
-            report(Message(f"packed weights are not kept, and packed again by the next run: {error}"))
+            report(
+                Message(f"packed weights are not kept, and packed again by the next run: {error}")
+            )
             return False
         return True
 
@@ -445,7 +547,9 @@ class MatrixLoader:
 def _copy_tiles(
     tiles: Iterable[Tensor], memory: Tensor, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """Fill memory with flat tiles, one behind another; copy: is given a part of the memory, and its tile."""
+    """Fill memory with flat tiles, one behind another; copy: is given a part of the memory, and its
+    tile.
+    """
     done = 0
     for tile in tiles:
         copy(memory.view(-1)[done : done + tile.numel()], tile)
@@ -453,7 +557,9 @@ def _copy_tiles(
 
 
 def _packed_tiles(tiles: Iterable[Tensor], fmt: GroupFormat, width: int) -> Iterator[Tensor]:
-    """Pack flat tiles of a matrix, in order, as whole stripes; about a tile is in memory at a time."""
+    """Pack flat tiles of a matrix, in order, as whole stripes; about a tile is in memory at a
+    time.
+    """
     stripe_elements = fmt.stripe_rows * width
     waiting: list[Tensor] = []
     num_waiting = 0

@@ -1,14 +1,17 @@
-"""Weights that are stored on slower tiers, brought to the compute device stage by stage, ahead of their use.
+"""Weights that are stored on slower tiers, brought to the compute device stage by stage, ahead of
+their use.
 
-A pass visits stages in a known order. For each visit the offloaded matrices are cut into units (a matrix, or row
-tiles of a large one). Units are loaded in order into a staging ring, as far ahead as the ring has room. A stage that
-fits into the ring is loaded once and used by all its batches. Of a larger one each unit is released as soon as it is
-used, and loaded again for the next batch.
+A pass visits stages in a known order. For each visit the offloaded matrices are cut into units (a
+matrix, or row tiles of a large one). Units are loaded in order into a staging ring, as far ahead as
+the ring has room. A stage that fits into the ring is loaded once and used by all its batches. Of a
+larger one each unit is released as soon as it is used, and loaded again for the next batch.
 
     loaders     | layer 3: q k v o up down | layer 4: q k v …        (until the ring is full)
-    computing                    | layer 3, batch 0 | layer 3, batch 1 |   releases units during its last use
+    computing                    | layer 3, batch 0 | layer 3, batch 1 |   releases units during its
+    last use
 
-Experts are not loaded here: which ones a batch needs is known in the middle of their layer (`offload.experts`).
+Experts are not loaded here: which ones a batch needs is known in the middle of their layer
+    (`offload.experts`).
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import NUM_LOADERS
 
-# Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns them [count, in].
+# Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns
+# them [count, in].
 Fetch = Callable[[int, int, Tensor], Tensor]
-# The rows for one use of a stage: name of a matrix -> (first row, rows [count, in]) of all its units, in order.
+# The rows for one use of a stage: name of a matrix -> (first row, rows [count, in]) of all its
+# units, in order.
 StreamedRows = Callable[[str], Iterator[tuple[int, Tensor]]]
 
 
@@ -56,14 +61,16 @@ class RingSlot:
 class StagingRing:
     """A ring buffer whose slots are reused first in, first out; for one thread.
 
-    A slot that is released early is reused only after all older slots are released. Weights are released in order
-    anyway, because a pass uses them in order.
+    A slot that is released early is reused only after all older slots are released. Weights are
+    released in order anyway, because a pass uses them in order.
 
-        | free |  oldest … newest  | free |        acquire behind the newest, or from the start again
+        | free |  oldest … newest  | free |        behind the newest, or from the start again
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
-        """memory: of `capacity` bytes, rounded up to whole pages, on any device; None allocates host memory."""
+        """memory: of `capacity` bytes, rounded up to whole pages, on any device; None allocates
+        host memory.
+        """
         self.capacity = aligned(capacity)
         self._memory = pages(self.capacity) if memory is None else memory
         assert self._memory.numel() == self.capacity
@@ -84,7 +91,9 @@ class StagingRing:
         return slot
 
     def release(self, slot: RingSlot, readers: torch.cuda.Event | None = None) -> None:
-        """Let a slot be reused once all older ones are released; readers: work that was launched until now."""
+        """Let a slot be reused once all older ones are released; readers: work that was launched
+        until now.
+        """
         assert not slot.released
         slot.released = True
         for free in takewhile(lambda slot: slot.released, self._slots):
@@ -138,7 +147,9 @@ class StreamedMatrix:
 
 @dataclass(eq=False)
 class Unit:
-    """Rows [first, first + count) of a matrix. slot, rows: once it is being loaded, until it is released."""
+    """Rows [first, first + count) of a matrix. slot, rows: once it is being loaded, until it is
+    released.
+    """
 
     matrix: StreamedMatrix
     first: int
@@ -152,7 +163,9 @@ class Unit:
 
 
 def ring_bytes(rows: int, row_bytes: int) -> int:
-    """Return the memory that a tile is read into: aligned reads may begin before it and end behind it."""
+    """Return the memory that a tile is read into: aligned reads may begin before it and end behind
+    it.
+    """
     return aligned(rows * row_bytes) + 2 * aligned(1)
 
 
@@ -165,7 +178,9 @@ def fits(matrices: Sequence[StreamedMatrix], capacity: int) -> bool:
 
 @dataclass(eq=False)
 class _Visit:
-    """uses_left: None while the visit's pass has not begun. keeps: the stage stays in the ring until its last use."""
+    """uses_left: None while the visit's pass has not begun. keeps: the stage stays in the ring
+    until its last use.
+    """
 
     stage: str
     uses_left: int | None
@@ -174,7 +189,9 @@ class _Visit:
 
 
 class WeightPrefetcher:
-    """Loads units ahead of their use, in background threads; for the computing thread. Errors surface at the use."""
+    """Loads units ahead of their use, in background threads; for the computing thread. Errors
+    surface at the use.
+    """
 
     def __init__(self, ring: StagingRing, tiers: TransferManager) -> None:
         self._ring, self._tiers = ring, tiers
@@ -183,20 +200,24 @@ class WeightPrefetcher:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the units that wait for room fill less than the ring, so one item may use up all announced ones."""
+        """Whether the units that wait for room fill less than the ring, so one item may use up all
+        announced ones.
+        """
         return sum(unit.ring_bytes for unit in self._queue) < self._ring.capacity
 
     @property
     def has_expected(self) -> bool:
-        """Whether visits of a pass that had not begun are announced, whose uses are still to be said."""
+        """Whether visits of a pass that had not begun are announced, whose uses are still to be
+        said.
+        """
         return any(visit.uses_left is None for visit in self._visits)
 
     def start(self, stage: str, matrices: Sequence[StreamedMatrix], uses: int | None) -> bool:
         """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
 
-        A visit of the next pass, whose batches are not known yet, is announced with None; its uses are announced when
-        that pass begins. Where nothing can be loaded without them, as the stage does not fit into the ring, such a
-        visit is not announced, and False returned.
+        A visit of the next pass, whose batches are not known yet, is announced with None; its uses
+        are announced when that pass begins. Where nothing can be loaded without them, as the stage
+        does not fit into the ring, such a visit is not announced, and False returned.
 
         matrices: what it needs, in the order of use.
         """
@@ -240,7 +261,8 @@ class WeightPrefetcher:
                 self._release(visit.units.popleft())
             rows_left = visit.units[0].matrix.rows
             while rows_left:
-                unit = visit.units[0]  # still the visit's while it is used: an error there must not lose its slot
+                # still the visit's while it is used: an error there must not lose its slot
+                unit = visit.units[0]
                 yield unit.first, self._loaded(unit)
                 visit.units.popleft()
                 self._release(unit)
@@ -256,7 +278,9 @@ class WeightPrefetcher:
     def cancel(self) -> None:
         """Forget all announced visits; loads under way are waited for and dropped."""
         self._queue.clear()
-        for unit in [unit for visit in self._visits for unit in visit.units if unit.slot is not None]:
+        for unit in [
+            unit for visit in self._visits for unit in visit.units if unit.slot is not None
+        ]:
             self._release(unit)
         self._visits.clear()
 
@@ -283,7 +307,9 @@ class WeightPrefetcher:
         return unit.rows.result()
 
     def _release(self, unit: Unit) -> None:
-        """Give a unit's memory back, after its load; or take one that nobody needs from the queue."""
+        """Give a unit's memory back, after its load; or take one that nobody needs from the
+        queue.
+        """
         if unit.slot is None:
             self._queue.remove(unit)
             return

@@ -20,7 +20,8 @@ from flexgen_helm.planner.placement import ALIGNMENT, Tier, limit_flag
 
 # Allocations from this size on ask for huge pages (2 MiB on most machines).
 _HUGE_PAGES_FROM = 4 << 20
-# Bytes of an allocation that tensors share: what no tensor uses was never written, and takes no memory.
+# Bytes of an allocation that tensors share: what no tensor uses was never written, and takes no
+# memory.
 _PAGES_BYTES, _LINE_BYTES = 64 << 20, 64
 
 
@@ -32,10 +33,12 @@ def aligned(num_bytes: int) -> int:
 def pages(num_bytes: int) -> Tensor:
     """Allocate page-aligned, zeroed host memory [num_bytes rounded up to whole pages].
 
-    The system provides a page when it is first written. Large allocations use huge pages where the system has them,
-    because direct I/O looks up every page.
+    The system provides a page when it is first written. Large allocations use huge pages where the
+    system has them, because direct I/O looks up every page.
     """
-    memory = mmap.mmap(-1, max(ALIGNMENT, aligned(num_bytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, max(ALIGNMENT, aligned(num_bytes)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     if num_bytes >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -43,10 +46,11 @@ def pages(num_bytes: int) -> Tensor:
 
 
 class Pages:
-    """Hands out parts of large allocations, whose huge pages tensors share that are smaller than one.
+    """Hands out parts of large allocations, whose huge pages tensors share that are smaller than
+    one.
 
-    A processor looks up every page that it reads: a plain sum of 300 MB takes 0.75 of the time in huge pages. An
-    allocation is freed with its last tensor.
+    A processor looks up every page that it reads: a plain sum of 300 MB takes 0.75 of the time in
+    huge pages. An allocation is freed with its last tensor.
     """
 
     def __init__(self) -> None:
@@ -79,7 +83,8 @@ class Ledger:
 
     limit: bytes.
     peak: the most bytes that were in use so far.
-    make_room: releases claims that nobody uses yet, for a claim that does not fit; called by that claim's thread.
+    make_room: releases claims that nobody uses yet, for a claim that does not fit; called by that
+        claim's thread.
     """
 
     def __init__(self, tier: Tier, limit: int) -> None:
@@ -118,9 +123,9 @@ class Ledger:
         with self._lock:
             if self._in_use + num_bytes > self.limit:
                 raise MemoryLimitError(
-                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which {exact_size(self._in_use)} "
-                    f"are in use; {exact_size(num_bytes)} more of {kind} do not fit: raise {limit_flag(self.tier)} or "
-                    "take a smaller block"
+                    f"the {self.tier} tier is limited to {exact_size(self.limit)}, of which "
+                    f"{exact_size(self._in_use)} are in use; {exact_size(num_bytes)} more of "
+                    f"{kind} do not fit: raise {limit_flag(self.tier)} or take a smaller block"
                 )
             self._serial += 1
             allocation = Allocation(kind, num_bytes, self._serial)
@@ -154,8 +159,14 @@ class Ledger:
             return dict(totals)
 
     def check(self, expected: dict[str, int] | None = None) -> None:
-        """Assert that the books balance, and that just `expected` bytes by kind are in use (None: any)."""
+        """Assert that the books balance, and that just `expected` bytes by kind are in use (None:
+        any).
+        """
         by_kind = self.by_kind()
-        assert sum(by_kind.values()) == self._in_use, f"{self.tier}: {by_kind} does not sum to {self._in_use}"
+        assert sum(by_kind.values()) == self._in_use, (
+            f"{self.tier}: {by_kind} does not sum to {self._in_use}"
+        )
         assert self._in_use <= self.limit
-        assert expected is None or by_kind == expected, f"{self.tier}: holds {by_kind}, expected {expected}"
+        assert expected is None or by_kind == expected, (
+            f"{self.tier}: holds {by_kind}, expected {expected}"
+        )

@@ -1,7 +1,8 @@
 """Transfers between the memory tiers of one engine.
 
-Transfers run in background threads: one thread for each direction of each kind, so that transfers of a kind and
-direction keep their order. An error of a transfer surfaces where its future is waited for.
+Transfers run in background threads: one thread for each direction of each kind, so that transfers
+of a kind and direction keep their order. An error of a transfer surfaces where its future is waited
+for.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from flexgen_helm.offload.transfer_stats import DiskRates, Kind, RateLimit, Tran
 from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, MAX_PENDING_STORE_BYTES, Tier
 from flexgen_helm.progress import Message, report
 
-# Copies between host memory and the compute device: over CUDA streams, or over a simulated link of a given bandwidth.
+# Copies between host memory and the compute device: over CUDA streams, or over a simulated link of
+# a given bandwidth.
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 # PyTorch's segments (2 and 20 MiB for every stream) and cuBLAS's workspaces have room in any limit.
@@ -53,19 +55,29 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def to_device(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy from host memory to `target`, which nothing reads any more; None: to new device memory."""
+        """Copy from host memory to `target`, which nothing reads any more; None: to new device
+        memory.
+        """
 
     @abstractmethod
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
-        """Copy rows [T] of host memory [N, width] to new device memory [T, width], as `to_device` does."""
+        """Copy rows [T] of host memory [N, width] to new device memory [T, width], as `to_device`
+        does.
+        """
 
     @abstractmethod
-    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
-        """Copy to `target` (None: new host memory), after work that was launched; None: all of it until now."""
+    def to_host(
+        self, source: Tensor, target: Tensor | None = None, after: Launched = None
+    ) -> Tensor:
+        """Copy to `target` (None: new host memory), after work that was launched; None: all of it
+        until now.
+        """
 
     @abstractmethod
     def launched(self) -> Launched:
-        """Return an event behind all work that was launched on the device; None where computing is synchronous."""
+        """Return an event behind all work that was launched on the device; None where computing is
+        synchronous.
+        """
 
     @abstractmethod
     def host_memory(self, num_bytes: int) -> Tensor:
@@ -80,7 +92,9 @@ class CopyEngine(ABC):
         self._thread_local = threading.local()
 
     def thread_buffer(self, num_bytes: int) -> Tensor:
-        """Return host memory [at least num_bytes] that belongs to the calling thread until its next call."""
+        """Return host memory [at least num_bytes] that belongs to the calling thread until its next
+        call.
+        """
         buffer: Tensor | None = getattr(self._thread_local, "buffer", None)
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._thread_local.buffer = self.host_memory(num_bytes)
@@ -88,7 +102,9 @@ class CopyEngine(ABC):
 
 
 class SimulatedCopyEngine(CopyEngine):
-    """A gpu in host memory behind a link of `in_gb_s` and `out_gb_s` (GB/s; None: not throttled)."""
+    """A gpu in host memory behind a link of `in_gb_s` and `out_gb_s` (GB/s; None: not
+    throttled).
+    """
 
     def __init__(self, in_gb_s: float | None, out_gb_s: float | None) -> None:
         super().__init__()
@@ -101,7 +117,9 @@ class SimulatedCopyEngine(CopyEngine):
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
         return self.to_device(source.index_select(0, rows))
 
-    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
+    def to_host(
+        self, source: Tensor, target: Tensor | None = None, after: Launched = None
+    ) -> Tensor:
         return self._copy(source, target, self._out)
 
     def launched(self) -> Launched:
@@ -112,7 +130,9 @@ class SimulatedCopyEngine(CopyEngine):
 
     def _copy(self, source: Tensor, target: Tensor | None, limit: RateLimit) -> Tensor:
         with limit.transfer(source.nbytes):
-            return _copy_in_this_thread(source, torch.empty_like(source) if target is None else target)
+            return _copy_in_this_thread(
+                source, torch.empty_like(source) if target is None else target
+            )
 
 
 def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
@@ -124,10 +144,11 @@ def _copy_in_this_thread(source: Tensor, target: Tensor) -> Tensor:
 
 
 class CudaCopyEngine(CopyEngine):
-    """A CUDA stream for each copying thread, which waits for its copy; the computing stream never waits.
+    """A CUDA stream for each copying thread, which waits for its copy; the computing stream never
+    waits.
 
-    So the link is busy while one of several threads wakes. What is not pinned crosses it in pieces, through a buffer of
-    the copying thread, unless the driver refuses to pin that too.
+    So the link is busy while one of several threads wakes. What is not pinned crosses it in pieces,
+    through a buffer of the copying thread, unless the driver refuses to pin that too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,15 +168,21 @@ class CudaCopyEngine(CopyEngine):
         target = self.device_memory((len(rows), *source.shape[1:]), source.dtype)
         step = max(1, COPY_BUFFER_BYTES // max(1, source[:1].nbytes))
         for some_rows, arrived in zip(rows.split(step), target.split(step)):
-            self._copy(torch.index_select(source, 0, some_rows, out=self._buffer_like(arrived)), arrived)
+            self._copy(
+                torch.index_select(source, 0, some_rows, out=self._buffer_like(arrived)), arrived
+            )
         return target
 
-    def to_host(self, source: Tensor, target: Tensor | None = None, after: Launched = None) -> Tensor:
+    def to_host(
+        self, source: Tensor, target: Tensor | None = None, after: Launched = None
+    ) -> Tensor:
         event = after or self.launched()
         assert event is not None
         self._stream().wait_event(event)
         target = torch.empty(source.shape, dtype=source.dtype) if target is None else target
-        if not self.pins or (target.is_contiguous() and source.is_contiguous() and target.is_pinned()):
+        if not self.pins or (
+            target.is_contiguous() and source.is_contiguous() and target.is_pinned()
+        ):
             return self._copy(source, target)
         for piece, arrived in _pieces(source, target):
             arrived.copy_(self._copy(piece, self._buffer_like(piece)))
@@ -170,7 +197,8 @@ class CudaCopyEngine(CopyEngine):
         # Of a stream without work: memory that products used before would have to wait for them.
         with torch.cuda.stream(self._memory_stream):
             memory = torch.empty(shape, dtype=dtype, device=self.device)
-        memory.record_stream(torch.cuda.current_stream(self.device))  # reused only behind the products that read it
+        # reused only behind the products that read it
+        memory.record_stream(torch.cuda.current_stream(self.device))
         return memory
 
     def host_memory(self, num_bytes: int) -> Tensor:
@@ -179,14 +207,15 @@ class CudaCopyEngine(CopyEngine):
             self.pins = False
             report(
                 Message(
-                    f"the driver refuses to pin {exact_size(num_bytes)} of host memory, so copies to and from the GPU "
-                    "are about half as fast: lower --cpu-memory"
+                    f"the driver refuses to pin {exact_size(num_bytes)} of host memory, so copies "
+                    "to and from the GPU are about half as fast: lower --cpu-memory"
                 )
             )
         return torch.from_numpy(np.asarray(registered))[:num_bytes]
 
     def limit(self, num_bytes: float) -> None:
-        """Let this process allocate no more device memory, for whatever use, until `close`; infinity: no limit.
+        """Let this process allocate no more device memory, for whatever use, until `close`;
+        infinity: no limit.
 
         Limits of several engines add up.
         """
@@ -206,13 +235,16 @@ class CudaCopyEngine(CopyEngine):
 
     def _copy(self, source: Tensor, target: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream()):
-            for piece, arrived in _pieces(source, target):  # what the host attended to waits for a piece, not for all
+            # what the host attended to waits for a piece, not for all
+            for piece, arrived in _pieces(source, target):
                 arrived.copy_(piece, non_blocking=True)
         self._wait()
         return target
 
     def _wait(self) -> None:
-        """Wait for this thread's copies, asleep: one that spins would take a processor from those that compute."""
+        """Wait for this thread's copies, asleep: one that spins would take a processor from those
+        that compute.
+        """
         copied = torch.cuda.Event(blocking=True)
         copied.record(self._stream())
         copied.synchronize()
@@ -225,18 +257,26 @@ _limits: WeakKeyDictionary[CudaCopyEngine, float] = WeakKeyDictionary()
 
 
 def _enforce(device: torch.device, changed: float) -> None:
-    """Let PyTorch refuse what exceeds the sum of a device's limits; a program's own cap stays where none was given."""
+    """Let PyTorch refuse what exceeds the sum of a device's limits; a program's own cap stays where
+    none was given.
+    """
     index = device.index or 0
-    limits = [limit for engine, limit in list(_limits.items()) if (engine.device.index or 0) == index]
+    limits = [
+        limit for engine, limit in list(_limits.items()) if (engine.device.index or 0) == index
+    ]
     if min([changed, *limits]) < math.inf:
         total = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (sum(limits) or math.inf) / total), device)
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, (sum(limits) or math.inf) / total), device
+        )
 
 
 class _RegisteredPages:
-    """Pinned host memory of exactly the pages that it needs; PyTorch's own takes the next power of two.
+    """Pinned host memory of exactly the pages that it needs; PyTorch's own takes the next power of
+    two.
 
-    It stays pageable where the driver refuses, as WSL does from half of the memory on; copies then use a buffer.
+    It stays pageable where the driver refuses, as WSL does from half of the memory on; copies then
+    use a buffer.
     """
 
     is_registered = False
@@ -245,10 +285,14 @@ class _RegisteredPages:
         self._pages, self._device = pages(num_bytes), device
         self.__array_interface__ = self._pages.numpy().__array_interface__
         address, size = self._pages.data_ptr(), self._pages.numel()
-        with torch.cuda.device(device):  # a thread begins with device 0, whose memory the driver would take too
-            self.is_registered = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+        # a thread begins with device 0, whose memory the driver would take too
+        with torch.cuda.device(device):
+            self.is_registered = (
+                int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+            )
             if not self.is_registered:
-                with suppress(RuntimeError):  # the error stays this thread's last one, and the next launch reports it
+                # the error stays this thread's last one, and the next launch reports it
+                with suppress(RuntimeError):
                     torch.zeros(1, device=device)
 
     def __del__(self) -> None:
@@ -274,7 +318,8 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class TransferManager:
-    """Moves bytes between tiers for the computing thread. Any thread may call `to_device` and `to_host`.
+    """Moves bytes between tiers for the computing thread. Any thread may call `to_device` and
+    `to_host`.
 
     device: computes.
     compute_tier: the tier of the device's memory: 'gpu', or 'cpu' on a machine without one.
@@ -302,23 +347,30 @@ class TransferManager:
     _threads: dict[str, ThreadPoolExecutor] = field(default_factory=dict)
 
     def to_device(self, source: Tensor, kind: Kind, target: Tensor | None = None) -> Tensor:
-        """Copy host memory to the device, into the first elements of `target` if given; block until it has arrived.
+        """Copy host memory to the device, into the first elements of `target` if given; block until
+        it has arrived.
 
         Returns `source` itself if the host computes.
         """
         if self.copy_engine is None:
             return source
         self.stats.count_bytes("cpu_to_gpu", kind, source.nbytes)
-        return self.copy_engine.to_device(source, None if target is None else target[: source.numel()])
+        return self.copy_engine.to_device(
+            source, None if target is None else target[: source.numel()]
+        )
 
     def rows_to_device(self, source: Tensor, rows: Tensor, kind: Kind) -> Tensor:
-        """Gather rows [T] of host memory [N, width] -> [T, width] on the device; block until they have arrived."""
+        """Gather rows [T] of host memory [N, width] -> [T, width] on the device; block until they
+        have arrived.
+        """
         if self.copy_engine is None:
             return source.index_select(0, rows)
         self.stats.count_bytes("cpu_to_gpu", kind, len(rows) * source[:1].nbytes)
         return self.copy_engine.rows_to_device(source, rows)
 
-    def to_host(self, source: Tensor, kind: Kind, target: Tensor | None = None, after: Launched = None) -> Tensor:
+    def to_host(
+        self, source: Tensor, kind: Kind, target: Tensor | None = None, after: Launched = None
+    ) -> Tensor:
         """Copy device memory to `target`, by default new host memory; block until it has arrived.
 
         after: work that makes `source`; None: all that was launched until now.
@@ -330,11 +382,14 @@ class TransferManager:
         return self.copy_engine.to_host(source, target, after)
 
     def launched(self) -> Launched:
-        """Return an event behind all work that was launched on the device; None if the host computes."""
+        """Return an event behind all work that was launched on the device; None if the host
+        computes.
+        """
         return None if self.copy_engine is None else self.copy_engine.launched()
 
     def submit(self, name: str, transfer: Callable[[], Result], threads: int = 1) -> Future[Result]:
-        """Begin a transfer in the background thread of that name, or in one of so many, behind those submitted before.
+        """Begin a transfer in the background thread of that name, or in one of so many, behind
+        those submitted before.
 
         Without overlap it runs before this returns. The future has its result or its error.
         """
@@ -349,11 +404,14 @@ class TransferManager:
             self._threads[name] = ThreadPoolExecutor(threads, name, stay_alone)
         return self._threads[name].submit(transfer)
 
-    def store_async(self, kind: Kind, num_bytes: int, store: Callable[[Launched], Result]) -> Future[Result]:
+    def store_async(
+        self, kind: Kind, num_bytes: int, store: Callable[[Launched], Result]
+    ) -> Future[Result]:
         """Submit the store of data that takes `num_bytes` of memory until it is stored.
 
         store: is given the work that was launched until now, which makes the data.
-        Blocks while `MAX_PENDING_STORE_BYTES` would be exceeded; a larger store waits until it is the only one.
+        Blocks while `MAX_PENDING_STORE_BYTES` would be exceeded; a larger store waits until it is
+        the only one.
         """
 
         after = self.launched()
@@ -376,7 +434,9 @@ class TransferManager:
                 with self.stats.timed(f"wait_{kind}"):
                     self._store_done.wait_for(has_room)
             self._pending_store_bytes += num_bytes
-            self.peak_pending_store_bytes = max(self.peak_pending_store_bytes, self._pending_store_bytes)
+            self.peak_pending_store_bytes = max(
+                self.peak_pending_store_bytes, self._pending_store_bytes
+            )
         return self.submit(f"{kind} out", counted)
 
     def wait(self, future: Future[Result], kind: Kind) -> Result:
@@ -392,7 +452,9 @@ class TransferManager:
 
     @property
     def peak_transfer_bytes(self) -> int:
-        """Memory of transfers that no ledger counts: pending stores, and one buffer in each direction."""
+        """Memory of transfers that no ledger counts: pending stores, and one buffer in each
+        direction.
+        """
         pending = self.peak_pending_store_bytes
         return pending + 2 * self.peak_fetch_bytes + min(pending, MAX_PENDING_STORE_BYTES)
 
@@ -402,13 +464,17 @@ class TransferManager:
         self.peak_pending_store_bytes = self.peak_fetch_bytes = 0
 
     def directory(self) -> OffloadDirectory:
-        """Return the offload directory; the first call opens it. Raises `OffloadError` if it cannot be used."""
+        """Return the offload directory; the first call opens it. Raises `OffloadError` if it cannot
+        be used.
+        """
         if self._directory is None:
             self._directory = OffloadDirectory(self.folder, self.disk_rates)
         return self._directory
 
     def close(self) -> None:
-        """Wait for running transfers, cancel waiting ones, and delete the files of this run; those of weights stay."""
+        """Wait for running transfers, cancel waiting ones, and delete the files of this run; those
+        of weights stay.
+        """
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
         self._threads.clear()

@@ -1,4 +1,5 @@
-"""Bytes moved between tiers, seconds of loading, storing and waiting, and uses of experts. Thread-safe counters.
+"""Bytes moved between tiers, seconds of loading, storing and waiting, and uses of experts.
+Thread-safe counters.
 
 On request also what each thread did when, for a timeline.
 """
@@ -93,19 +94,31 @@ class PassReads:
     """What the passes of a run read of the disk, for `Progress`."""
 
     def __init__(self, stats: TransferStats, disk_bytes: int, ahead_bytes: int) -> None:
-        """disk_bytes: of weights there. ahead_bytes: of the next pass, that may be read before a pass ends."""
+        """disk_bytes: of weights there. ahead_bytes: of the next pass, that may be read before a
+        pass ends.
+        """
         self._stats, self._disk_bytes, self._ahead_bytes = stats, disk_bytes, ahead_bytes
-        self._num_passes, self._before, self._pass_bytes = 1, 0, disk_bytes  # before: that earlier passes read
-        # Times and bytes of all kinds until then, of the last reports: 2 s or more, or a few layers.
+        # before: that earlier passes read
+        self._num_passes, self._before, self._pass_bytes = 1, 0, disk_bytes
+        # Times and bytes of all kinds until then, of the last reports: 2 s or more, or a few
+        # layers.
         self._seen = deque([(time.perf_counter(), 0)], maxlen=20)
 
     def of(self, num_passes: int) -> dict[str, Any]:
-        """Return fields of `Progress`: the first pass is to read all weights, a later one as much as that before."""
+        """Return fields of `Progress`: the first pass is to read all weights, a later one as much
+        as that before.
+        """
         read = self._stats.bytes()["disk_to_cpu"]
         weights = read["weights"]
         if more := num_passes - self._num_passes:
-            before = max(weights - self._ahead_bytes, min(weights, self._before + more * self._disk_bytes))
-            self._pass_bytes, self._before, self._num_passes = (before - self._before) // more, before, num_passes
+            before = max(
+                weights - self._ahead_bytes, min(weights, self._before + more * self._disk_bytes)
+            )
+            self._pass_bytes, self._before, self._num_passes = (
+                (before - self._before) // more,
+                before,
+                num_passes,
+            )
         self._seen.append((time.perf_counter(), sum(read.values())))
         (since, until), (then, total) = self._seen[0], self._seen[-1]
         return {

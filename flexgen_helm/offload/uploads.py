@@ -1,4 +1,6 @@
-"""Small tensors of a batch: token ids, positions, indices, sampling parameters. They reach the device in one copy."""
+"""Small tensors of a batch: token ids, positions, indices, sampling parameters. They reach the
+device in one copy.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ from torch import Tensor
 Integers = Sequence[int]
 
 
-def upload(device: torch.device, integers: Sequence[Integers], floats: Sequence[Sequence[float]] = ()) -> list[Tensor]:
+def upload(
+    device: torch.device, integers: Sequence[Integers], floats: Sequence[Sequence[float]] = ()
+) -> list[Tensor]:
     """Return lists of numbers as tensors on the device: first int64, then float64.
 
-    The copy is from pinned memory, so that the host does not wait for it. If the host computes, there is none.
+    The copy is from pinned memory, so that the host does not wait for it. If the host computes,
+    there is none.
     """
     flat = torch.tensor([*chain.from_iterable(integers)], dtype=torch.int64)
     if floats:
-        flat = torch.cat((flat, torch.tensor([*chain.from_iterable(floats)], dtype=torch.float64).view(torch.int64)))
+        flat = torch.cat(
+            (
+                flat,
+                torch.tensor([*chain.from_iterable(floats)], dtype=torch.float64).view(torch.int64),
+            )
+        )
     if device.type != "cpu":
         pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
         flat = pinned.to(device, non_blocking=True)
@@ -37,7 +47,11 @@ class Uploaded:
 
     @cached_property
     def on_host(self) -> Tensor:
-        return torch.tensor(self.numbers, dtype=torch.int64) if self.on_device.device.type != "cpu" else self.on_device
+        return (
+            torch.tensor(self.numbers, dtype=torch.int64)
+            if self.on_device.device.type != "cpu"
+            else self.on_device
+        )
 
     def on(self, device: torch.device) -> Tensor:
         return self.on_host if device.type == "cpu" else self.on_device

@@ -1,8 +1,9 @@
-"""All weights of a model on their tiers, and the operators of a stage (embedding, layer, head) that the decoder gets.
+"""All weights of a model on their tiers, and the operators of a stage (embedding, layer, head) that
+the decoder gets.
 
-Vectors are resident in the compute dtype. A resident matrix has its storage format (`matrices`), or the compute dtype
-if there is room, which products need not convert. Of an offloaded table only the rows that a batch looks up are
-fetched. An offloaded matrix takes three steps:
+Vectors are resident in the compute dtype. A resident matrix has its storage format (`matrices`), or
+the compute dtype if there is room, which products need not convert. Of an offloaded table only the
+rows that a batch looks up are fetched. An offloaded matrix takes three steps:
 
     load      checkpoint -> disk -> matrices         once
     stream    matrices -> prefetcher -> staging      in every pass, ahead of its use
@@ -64,8 +65,8 @@ from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.scheduling.scheduler import StageVisit
 
-# Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller ones only if they
-# let a whole stage fit into the staging ring.
+# Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller
+# ones only if they let a whole stage fit into the staging ring.
 _MAX_UNIT_BYTES, _MIN_UNIT_BYTES = 32 << 20, 1 << 20
 
 
@@ -126,25 +127,34 @@ class TieredWeights:
         self._config, self._tiers, self.dtype = placement.model.config, tiers, dtype
         self.batch_invariant = False
         self.tensors: dict[str, Weight] = {}
-        self._resources = ExitStack()  # closed in reverse: the prefetcher, then each matrix before its claim
+        # closed in reverse: the prefetcher, then each matrix before its claim
+        self._resources = ExitStack()
         self._prefetcher: WeightPrefetcher | None = None
         self.streamer: ExpertStreamer | None = None
         self._experts: dict[str, Expert] = {}  # the offloaded ones
-        self._streamed: dict[str, list[StreamedMatrix]] = {}  # offloaded matrices besides experts, by stage
+        # offloaded matrices besides experts, by stage
+        self._streamed: dict[str, list[StreamedMatrix]] = {}
         loader = MatrixLoader(checkpoint, tiers, placement.model.precision, dtype)
         self._resources.callback(loader.close)
         try:
             self._load(loader, placement, threads)
             self._group_experts()
-            if any(weight.offloaded is not None and weight.expert is None for weight in self.tensors.values()):
+            if any(
+                weight.offloaded is not None and weight.expert is None
+                for weight in self.tensors.values()
+            ):
                 self._prefetcher = self._start_prefetcher(placement.staging_bytes)
             if self._experts:
                 self.streamer = self._start_streamer(placement.expert_bytes)
-            self._streamed = {stage: self._streamed_matrices(stage, placement.staging_bytes) for stage in self._stages}
+            self._streamed = {
+                stage: self._streamed_matrices(stage, placement.staging_bytes)
+                for stage in self._stages
+            }
             self._shared = {
                 stage
                 for stage, experts in self._stage_experts.items()
-                if not self._experts.keys().isdisjoint(experts) and fits(self._streamed[stage], placement.staging_bytes)
+                if not self._experts.keys().isdisjoint(experts)
+                and fits(self._streamed[stage], placement.staging_bytes)
             }
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)
@@ -152,7 +162,9 @@ class TieredWeights:
             self.close()
             raise
 
-    def _load(self, loader: MatrixLoader, placement: Placement, threads: ThreadGovernor | None) -> None:
+    def _load(
+        self, loader: MatrixLoader, placement: Placement, threads: ThreadGovernor | None
+    ) -> None:
         """Bring each tensor to its tier."""
         shapes, tiers = tensor_shapes(self._config), self._tiers
         # In bytes of 16 bits, whatever the format: a packed matrix takes no less time.
@@ -165,7 +177,9 @@ class TieredWeights:
                 threads.adapt()
             tier = placement.weights.get(name, tiers.compute_tier)
             if tier == tiers.compute_tier or len(shape) == 1:
-                self.tensors[name] = self._load_resident(loader, name, shape, placement.compute_copies)
+                self.tensors[name] = self._load_resident(
+                    loader, name, shape, placement.compute_copies
+                )
             else:
                 self._claim(tier, "weights", loader.num_bytes(name))
                 matrix = loader.to_disk(name) if tier == "disk" else loader.to_host(name)
@@ -176,7 +190,9 @@ class TieredWeights:
             self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
 
     def _group_experts(self) -> None:
-        """Group the offloaded matrices of experts by expert, and the names of all experts by stage."""
+        """Group the offloaded matrices of experts by expert, and the names of all experts by
+        stage.
+        """
         of_experts: dict[str, dict[str, OffloadedMatrix]] = {}
         for name, weight in self.tensors.items():
             if weight.offloaded is not None and weight.expert is not None:
@@ -185,12 +201,18 @@ class TieredWeights:
         self._stages = stage_names(self._config)
         self._stage_experts: dict[str, list[str]] = {}  # by number
         for stage in self._stages:
-            experts = {expert for name, _ in self._config.stage_tensors(stage) if (expert := expert_of(name))}
+            experts = {
+                expert
+                for name, _ in self._config.stage_tensors(stage)
+                if (expert := expert_of(name))
+            }
             self._stage_experts[stage] = sorted(experts, key=expert_number)
 
     @property
     def are_converted(self) -> bool:
-        """Whether a product brings its weights to the compute dtype, from another dtype or packed."""
+        """Whether a product brings its weights to the compute dtype, from another dtype or
+        packed.
+        """
         multiplied = [
             weight
             for name, weight in self.tensors.items()
@@ -200,9 +222,11 @@ class TieredWeights:
         return any(weight.dtype != self.dtype for weight in multiplied)
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
-        """Begin to load what the next visits need, as far ahead as the staging ring has room. Does not block.
+        """Begin to load what the next visits need, as far ahead as the staging ring has room. Does
+        not block.
 
-        visits: of the rest of a pass, and of the next pass if one is certain to follow; each call takes some more.
+        visits: of the rest of a pass, and of the next pass if one is certain to follow; each call
+            takes some more.
         """
         prefetcher = self._prefetcher
         while prefetcher is not None and (prefetcher.wants_more or prefetcher.has_expected):
@@ -218,7 +242,8 @@ class TieredWeights:
                 return
 
     def shares_experts(self, stage: str) -> bool:
-        """Whether the batches of a visit use a stage together, so that each of its offloaded experts is read once.
+        """Whether the batches of a visit use a stage together, so that each of its offloaded
+        experts is read once.
 
         What else the stage needs must stay in the staging ring meanwhile.
         """
@@ -226,16 +251,23 @@ class TieredWeights:
 
     def holds_experts(self, stage: str) -> bool:
         """Whether all experts of a stage rest on a device."""
-        return self._tiers.device.type != "cpu" and self._experts.keys().isdisjoint(self._stage_experts[stage])
+        return self._tiers.device.type != "cpu" and self._experts.keys().isdisjoint(
+            self._stage_experts[stage]
+        )
 
     @contextmanager
     def stage(self, name: str, is_repeated: bool = False) -> Iterator[StageWeights]:
-        """Use a stage once, in the order of the visits. Its products wait for their matrices and raise load errors.
+        """Use a stage once, in the order of the visits. Its products wait for their matrices and
+        raise load errors.
 
         is_repeated: several batches use it together.
         """
         prefetcher = self._prefetcher if self._streamed[name] else None
-        with nullcontext() if prefetcher is None else prefetcher.using(name, is_repeated) as streamed_rows:
+        with (
+            nullcontext()
+            if prefetcher is None
+            else prefetcher.using(name, is_repeated) as streamed_rows
+        ):
             yield _StageView(self, name, streamed_rows, is_repeated)
         if self.streamer is not None:
             self.streamer.finish()
@@ -248,7 +280,8 @@ class TieredWeights:
             self.streamer.cancel()
 
     def use_experts(self, stage: str, numbers: Sequence[int], num_tokens: int) -> None:
-        """Begin to load experts of a stage, by number, for `num_tokens` tokens; and those of the next behind them.
+        """Begin to load experts of a stage, by number, for `num_tokens` tokens; and those of the
+        next behind them.
 
         The next stage is taken to need all of its own if this one needs nearly all.
         """
@@ -275,11 +308,15 @@ class TieredWeights:
         ledger = self._tiers.ledgers[tier]
         self._resources.callback(ledger.release, ledger.claim(kind, num_bytes))
 
-    def _load_resident(self, loader: MatrixLoader, name: str, shape: tuple[int, ...], compute_copies: bool) -> Weight:
+    def _load_resident(
+        self, loader: MatrixLoader, name: str, shape: tuple[int, ...], compute_copies: bool
+    ) -> Weight:
         fmt, device_tier = loader.format_of(name), self._tiers.compute_tier
         if len(shape) > 1 and not compute_copies:
             self._claim(device_tier, "weights", loader.num_bytes(name))
-            return Weight(shape[0], shape[-1], fmt, loader.to_device(name), order=loader.order(name))
+            return Weight(
+                shape[0], shape[-1], fmt, loader.to_device(name), order=loader.order(name)
+            )
         dtype = torch.float32 if self._config.has_float32(name) else self.dtype
         self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
         if fmt is not None:
@@ -306,29 +343,48 @@ class TieredWeights:
         """Claim and allocate memory of the compute device."""
         self._claim(self._tiers.compute_tier, "staging", num_bytes)
         copy_engine = self._tiers.copy_engine
-        return pages(num_bytes) if copy_engine is None else copy_engine.device_memory((num_bytes,), torch.uint8)
+        return (
+            pages(num_bytes)
+            if copy_engine is None
+            else copy_engine.device_memory((num_bytes,), torch.uint8)
+        )
 
     def _loader_buffer_bytes(self) -> int:
-        """Return the host memory of loaders that gather weights, or bring them to a device: a buffer for each."""
+        """Return the host memory of loaders that gather weights, or bring them to a device: a
+        buffer for each.
+        """
         loaders = NUM_LOADERS if self._tiers.overlap else 1
         placed = (weight.offloaded for weight in self.tensors.values())
-        sizes = (gather_bytes(matrix.num_bytes) for matrix in placed if isinstance(matrix, GatheredMatrix))
+        sizes = (
+            gather_bytes(matrix.num_bytes)
+            for matrix in placed
+            if isinstance(matrix, GatheredMatrix)
+        )
         gathered = loaders * max(sizes, default=0)
         if self._tiers.copy_engine is None:
             return gathered
-        offloaded = [(weight.offloaded, weight.expert) for weight in self.tensors.values() if weight.offloaded]
+        offloaded = [
+            (weight.offloaded, weight.expert)
+            for weight in self.tensors.values()
+            if weight.offloaded
+        ]
         experts = [matrix.buffer_bytes(matrix.shape[0]) for matrix, expert in offloaded if expert]
         streamed: list[int] = []
         if any(isinstance(matrix, DiskMatrix) and not expert for matrix, expert in offloaded):
             matrices = (matrix for stage in self._streamed.values() for matrix in stage)
-            streamed = [ring_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes) for m in matrices]
+            streamed = [
+                ring_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes)
+                for m in matrices
+            ]
         return gathered + loaders * (max(streamed, default=0) + max(experts, default=0))
 
     def _streamed_matrices(self, stage: str, capacity: int) -> list[StreamedMatrix]:
-        """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity` bytes.
+        """Return the offloaded matrices of a stage, in units that suit a staging ring of `capacity`
+        bytes.
 
-        Three units fit into the ring, so that one is used while others are loaded. Units are halved if that lets the
-        whole stage fit, because a stage that does not fit is loaded again for every batch.
+        Three units fit into the ring, so that one is used while others are loaded. Units are halved
+        if that lets the whole stage fit, because a stage that does not fit is loaded again for
+        every batch.
         """
         unit_bytes = [max(1, min(_MAX_UNIT_BYTES, capacity // 3 - ring_bytes(0, 0)))]
         while unit_bytes[-1] // 2 >= _MIN_UNIT_BYTES:
@@ -337,17 +393,27 @@ class TieredWeights:
         return next((matrices for matrices in choices if fits(matrices, capacity)), choices[0])
 
     def _in_units(self, stage: str, unit_bytes: int) -> list[StreamedMatrix]:
-        """Return the offloaded matrices of a stage in units of at most `unit_bytes`, in the decoder's order."""
-        names = [name for name, shape in self._config.stage_tensors(stage) if len(shape) > 1 and not _is_table(name)]
+        """Return the offloaded matrices of a stage in units of at most `unit_bytes`, in the
+        decoder's order.
+        """
+        names = [
+            name
+            for name, shape in self._config.stage_tensors(stage)
+            if len(shape) > 1 and not _is_table(name)
+        ]
         if stage == HEAD and self._config.tied_head:
             names.append(HEAD_MATRIX)
         streamed = []
         for name in names:
-            if (matrix := self.tensors[name].offloaded) is not None and self.tensors[name].expert is None:
+            if (matrix := self.tensors[name].offloaded) is not None and self.tensors[
+                name
+            ].expert is None:
                 rows, row_bytes = matrix.shape[0], matrix.row_bytes
                 short_name = name.removeprefix(f"{stage}.").removesuffix(".weight")
                 tile_rows = max(1, min(rows, unit_bytes // row_bytes))
-                streamed.append(StreamedMatrix(short_name, rows, row_bytes, tile_rows, matrix.fetch))
+                streamed.append(
+                    StreamedMatrix(short_name, rows, row_bytes, tile_rows, matrix.fetch)
+                )
         return streamed
 
 
@@ -358,7 +424,11 @@ class _StageView(StageWeights):
     """
 
     def __init__(
-        self, weights: TieredWeights, stage: str, streamed_rows: StreamedRows | None, is_repeated: bool
+        self,
+        weights: TieredWeights,
+        stage: str,
+        streamed_rows: StreamedRows | None,
+        is_repeated: bool,
     ) -> None:
         self._weights, self._tensors, self._stage = weights, weights.tensors, stage
         self._streamed_rows = streamed_rows
@@ -391,7 +461,8 @@ class _StageView(StageWeights):
         def parts() -> Iterator[tuple[int, Tensor]]:
             for first_stripe, rows in units:
                 first = first_stripe * stripe_rows
-                count = min(rows.shape[0] * stripe_rows, out_size - first)  # the last stripe is padded
+                # the last stripe is padded
+                count = min(rows.shape[0] * stripe_rows, out_size - first)
                 part = None if bias is None else bias[first : first + count]
                 yield first, tiled_linear(x, rows, part, fmt, count, invariant)
 
@@ -425,7 +496,9 @@ class _StageView(StageWeights):
         if table.fmt is None:
             return found.to(self._weights.dtype)
         # A row is a stripe of its own (`Precision.tables`).
-        out = torch.empty((found.shape[0], table.width), dtype=self._weights.dtype, device=found.device)
+        out = torch.empty(
+            (found.shape[0], table.width), dtype=self._weights.dtype, device=found.device
+        )
         return dequantize_into(found, table.fmt, out)
 
 

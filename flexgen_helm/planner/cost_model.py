@@ -1,12 +1,15 @@
-"""The cost model: seconds and bytes of a block, from a policy, a machine and a workload (the paper's appendix).
+"""The cost model: seconds and bytes of a block, from a policy, a machine and a workload (the
+paper's appendix).
 
-Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a cost is an affine
-form (`planner.problem`), and one set of equations serves the prediction for a policy and the search's linear program:
+Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a
+cost is an affine form (`planner.problem`), and one set of equations serves the prediction for a
+policy and the search's linear program:
 
-    pass = e max(resources, channels) + (1 - e) sum(resources)          block = prefill pass + (n - 1) decode passes
+    pass = e max(resources, channels) + (1 - e) sum(resources)          block = prefill pass + (n -
+    1) decode passes
 
-The resources are computing, link in, link out, disk read and disk write. The channels are link and disk with both
-directions together. e is the share of overlap (0 without).
+The resources are computing, link in, link out, disk read and disk write. The channels are link and
+disk with both directions together. e is the share of overlap (0 without).
 docs/explanation/cost_model.md has the equations in words. No torch.
 """
 
@@ -38,7 +41,8 @@ from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 # Both directions of the disk or the link together, which bound a pass from below too.
 CHANNELS = ("disk", "link")
-# Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that 'compute' consists of.
+# Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that
+# 'compute' consists of.
 PassTimes = Mapping[str, Affine]
 # Tokens of a pass in whole prompts, and of blocks in whole batches, for each that would have room.
 _WHOLE = 1.02
@@ -55,11 +59,13 @@ def pass_seconds(times: PassTimes, fractions: Affine, overlap: float) -> float:
 
 @dataclass(frozen=True)
 class WeightReads:
-    """What passes read of the weights on one tier, as coefficients of the tier's share: as if it had all.
+    """What passes read of the weights on one tier, as coefficients of the tier's share: as if it
+    had all.
 
     layer_bytes: of matrices of layers that every token needs.
     expert_bytes: of experts, of which a pass reads those that its tokens select.
-    head_bytes: of the head, with the table that it borrows; of another embedding only rows are gathered.
+    head_bytes: of the head, with the table that it borrows; of another embedding only rows are
+        gathered.
     matrices, experts: transfers of the first two.
     """
 
@@ -78,7 +84,8 @@ class BlockCosts:
     sequences: of the block; for schedules without blocks, of the workload.
     decode_passes: of the block.
     memory: bytes by tier; each form must stay within the tier's limit.
-    workspace: bytes by tier that computing takes besides; they count against the machine's memory, not the limit.
+    workspace: bytes by tier that computing takes besides; they count against the machine's memory,
+        not the limit.
     """
 
     shape: BlockShape
@@ -93,12 +100,16 @@ class BlockCosts:
 
 
 def block_costs(
-    problem: PlanningProblem, shape: BlockShape, resident: bool = False, reads: Mapping[Tier, WeightReads] | None = None
+    problem: PlanningProblem,
+    shape: BlockShape,
+    resident: bool = False,
+    reads: Mapping[Tier, WeightReads] | None = None,
 ) -> BlockCosts:
     """Write down the equations of one block.
 
     resident: all weights are on the compute tier, so nothing is staged for them.
-    reads: what passes read of each tier where weights are placed already; None if every tier has its share of all.
+    reads: what passes read of each tier where weights are placed already; None if every tier has
+        its share of all.
     """
     if shape.schedule.reads_once:
         return _block_by_layers(problem, shape, resident, reads)
@@ -119,9 +130,14 @@ def block_costs(
 
 
 def _block_by_layers(
-    problem: PlanningProblem, shape: BlockShape, resident: bool, reads: Mapping[Tier, WeightReads] | None
+    problem: PlanningProblem,
+    shape: BlockShape,
+    resident: bool,
+    reads: Mapping[Tier, WeightReads] | None,
 ) -> BlockCosts:
-    """All batches pass a layer before the next one. A pipeline divides them into lanes, which reach a rank in turn."""
+    """All batches pass a layer before the next one. A pipeline divides them into lanes, which reach
+    a rank in turn.
+    """
     workload, schedule = problem.workload, shape.schedule
     sequences = float(shape.num_sequences)
     if schedule.is_single_pass and not problem.endless:
@@ -150,7 +166,8 @@ def _block_by_layers(
         decode.times(),
         0.0 if schedule.is_single_pass else workload.output - 1,
         _stored_memory(problem, shape, sequences, lanes, resident),
-        dict.fromkeys(TIERS, 0.0) | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
+        dict.fromkeys(TIERS, 0.0)
+        | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
     )
 
 
@@ -161,8 +178,8 @@ def _repeated(times: PassTimes, count: float) -> PassTimes:
 def _turns(ranks: float, lanes: float) -> tuple[float, float]:
     """Return how many passes of one lane a pass of all lanes lasts, for prefill and for decoding.
 
-    Prefill fills and drains the pipeline (the paper's 'Extension to Multiple GPUs'). Decoding does not, but needs a
-    lane for each rank.
+    Prefill fills and drains the pipeline (the paper's 'Extension to Multiple GPUs'). Decoding does
+    not, but needs a lane for each rank.
     """
     return (lanes + ranks - 1) / ranks, max(lanes, ranks) / ranks
 
@@ -195,7 +212,9 @@ class _Pass:
     def batches(self) -> float:
         batch_tokens = float(self.batch_sequences)
         if self.prefill:
-            batch_tokens = min(batch_tokens * self.problem.workload.computed, self.problem.batch_tokens)
+            batch_tokens = min(
+                batch_tokens * self.problem.workload.computed, self.problem.batch_tokens
+            )
         return max(1.0, math.ceil(self.tokens / max(1.0, batch_tokens) - _ROUNDING))
 
     @cached_property
@@ -221,20 +240,32 @@ class _Pass:
         return times | parts
 
     def _compute_parts(self) -> dict[str, Affine]:
-        """Cost products (bound by operations or by reading the weights), conversions and attention."""
+        """Cost products (bound by operations or by reading the weights), conversions and
+        attention.
+        """
         problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
-        processor, work, cache = hardware.compute_processor, problem.compute_bytes, problem.precision.cache
+        processor, work, cache = (
+            hardware.compute_processor,
+            problem.compute_bytes,
+            problem.precision.cache,
+        )
         sequences, batches = self.sequences, self.batches
         rate = problem.product_flops
         batch_rows = self.tokens / batches
         always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
         expert_rows = problem.expert_rows(self.tokens / self._expert_batches)
         expert_flops = problem.expert_flops_per_token
-        layers_s = (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
+        layers_s = (
+            (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
+        )
         layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
-        # A position of each sequence passes the head, and those of a prompt whose log-probabilities are asked for.
+        # A position of each sequence passes the head, and those of a prompt whose log-probabilities
+        # are asked for.
         heads_of_each = 1.0 + (problem.workload.scored if self.prefill else 0.0)
-        heads, head_rows = sequences * heads_of_each, min(sequences, self.batch_sequences) * heads_of_each
+        heads, head_rows = (
+            sequences * heads_of_each,
+            min(sequences, self.batch_sequences) * heads_of_each,
+        )
         head_s = config.head_flops_per_token * heads / rate.at(head_rows)
         convert, read_bytes = 0.0, 0.0
         head_format = problem.precision.format_of(EMBED_TABLE)
@@ -251,7 +282,8 @@ class _Pass:
         reading_s = read_bytes / processor.memory_bytes_s
         steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
         steps *= config.num_layers
-        if config.experts is not None and hardware.gpu is None:  # an expert takes the interpreter as long as a layer
+        # an expert takes the interpreter as long as a layer
+        if config.experts is not None and hardware.gpu is None:
             steps += tiles * used / config.expert_elements
         between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
         products = max(layers_s + head_s, reading_s)
@@ -269,23 +301,36 @@ class _Pass:
                 form, device = (host_attention, hardware.cpu) if on_host else (attention, processor)
                 form[CACHE[tier]] += self.attended_elements * work / device.attention_bytes_s
             if cache is not None and cache.is_quantized:
-                attention[ONE] += self.attended_elements * cache.fetched_share / processor.dequantize_elements_s
+                attention[ONE] += (
+                    self.attended_elements * cache.fetched_share / processor.dequantize_elements_s
+                )
         slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
-        # What was learnt may raise rates that a busy machine has shown, but no product is faster than the fastest.
-        roofline_s = (config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads) / rate.best
-        forms = {"products": affine(max(products, roofline_s / slowdown)), "convert": affine(convert)}
+        # What was learnt may raise rates that a busy machine has shown, but no product is faster
+        # than the fastest.
+        roofline_s = (
+            config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads
+        ) / rate.best
+        forms = {
+            "products": affine(max(products, roofline_s / slowdown)),
+            "convert": affine(convert),
+        }
         forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
 
     def _conversion_and_reading(
         self, elements: float, fmt: StoredFormat | None, products: float
     ) -> tuple[float, float]:
-        """Return the seconds of converting some weights in a pass, and the bytes that a product with each reads.
+        """Return the seconds of converting some weights in a pass, and the bytes that a product
+        with each reads.
 
-        products: with each weight in the pass. A CPU multiplies few rows by packed weights as they are, which takes as
-            long as dequantizing.
+        products: with each weight in the pass. A CPU multiplies few rows by packed weights as they
+            are, which takes as long as dequantizing.
         """
-        problem, processor, work = self.problem, self.problem.hardware.compute_processor, self.problem.compute_bytes
+        problem, processor, work = (
+            self.problem,
+            self.problem.hardware.compute_processor,
+            self.problem.compute_bytes,
+        )
         conversions = problem.conversions(products) if self.converts else 0.0
         if isinstance(fmt, BlockFormat) and problem.multiplies_as_stored:
             return 0.0, elements * fmt.block_bytes / fmt.block_values
@@ -293,15 +338,18 @@ class _Pass:
             return conversions * elements / processor.dequantize_elements_s, elements * work
         if problem.multiplies_as_stored:
             return 0.0, 2 * elements
-        return conversions * elements / processor.upcast_elements_s if work > 2 else 0.0, elements * work
+        return (
+            conversions * elements / processor.upcast_elements_s if work > 2 else 0.0,
+            elements * work,
+        )
 
     def _link_times(self) -> tuple[Affine, Affine]:
         problem, config, link = self.problem, self.problem.config, self.problem.hardware.link
         to_gpu, to_cpu = affine(), affine()
         if link is None:
             return to_gpu, to_cpu
-        # Hidden states cross through a buffer, and new keys and values are spread over their slots from one: copies
-        # within the host, as of pageable memory.
+        # Hidden states cross through a buffer, and new keys and values are spread over their slots
+        # from one: copies within the host, as of pageable memory.
         store_rate = link.pageable_to_cpu_bytes_s
         offloaded: tuple[Tier, ...] = ("cpu", "disk")
         for tier in offloaded:
@@ -310,36 +358,60 @@ class _Pass:
             to_gpu[WEIGHTS[tier]] += self._weight_transfers(tier) * link.transfer_s
             to_gpu[HIDDEN[tier]] += self._hidden_bytes / link.pageable_to_gpu_bytes_s
             to_cpu[HIDDEN[tier]] += self._hidden_bytes / store_rate
-            to_cpu[CACHE[tier]] += self._new_cache_bytes / store_rate + self._cache_transfers * link.transfer_s
+            to_cpu[CACHE[tier]] += (
+                self._new_cache_bytes / store_rate + self._cache_transfers * link.transfer_s
+            )
             if self.prefill:
                 continue
             if tier in problem.host_attention_tiers:  # queries go there, outputs come back
-                queries = config.num_attention_layers * self.sequences * config.q_size * problem.compute_bytes
+                queries = (
+                    config.num_attention_layers
+                    * self.sequences
+                    * config.q_size
+                    * problem.compute_bytes
+                )
                 to_cpu[CACHE[tier]] += queries / store_rate
                 to_gpu[CACHE[tier]] += queries / in_rate
             else:
-                positions = problem.fetched_positions(tier, problem.older_positions(self.context), self.slot_positions)
+                positions = problem.fetched_positions(
+                    tier, problem.older_positions(self.context), self.slot_positions
+                )
                 elements = problem.read_kv_elements
-                fetched = elements * positions * problem.fetched_cache_bytes + problem.window_bytes(elements)
-                to_gpu[CACHE[tier]] += self.sequences * fetched / in_rate + self._cache_transfers * link.transfer_s
+                fetched = elements * positions * problem.fetched_cache_bytes + problem.window_bytes(
+                    elements
+                )
+                to_gpu[CACHE[tier]] += (
+                    self.sequences * fetched / in_rate + self._cache_transfers * link.transfer_s
+                )
         return to_gpu, to_cpu
 
     def _disk_times(self) -> tuple[Affine, Affine]:
         disk = self.problem.hardware.disk
         read_s, write_s = 1 / disk.read_bytes_s, 1 / disk.write_bytes_s
         cache_access_s = self._cache_transfers * disk.access_s
-        weights_s = self._weight_bytes("disk") * read_s + self._weight_transfers("disk") * disk.access_s
+        weights_s = (
+            self._weight_bytes("disk") * read_s + self._weight_transfers("disk") * disk.access_s
+        )
         read = affine(0.0, {WD: weights_s})
         read[HD] = self._hidden_bytes * read_s
         if not self.prefill:
             problem, elements = self.problem, self.problem.read_kv_elements
             ring, workload = problem.window_tokens, problem.workload
-            # A file has the window of the prompt until the answer fills another, half of it on average.
-            newest = min(workload.prompt, ring) + min(workload.output, ring**2 / workload.output) / 2
+            # A file has the window of the prompt until the answer fills another, half of it on
+            # average.
+            newest = (
+                min(workload.prompt, ring) + min(workload.output, ring**2 / workload.output) / 2
+            )
             stored = elements * problem.older_positions(self.context) * problem.cache_bytes
             stored += problem.window_bytes(elements, newest)
             read[CD] = self.sequences * stored * read_s + cache_access_s
-        write = affine(0.0, {HD: self._hidden_bytes * write_s, CD: self._new_cache_bytes * write_s + cache_access_s})
+        write = affine(
+            0.0,
+            {
+                HD: self._hidden_bytes * write_s,
+                CD: self._new_cache_bytes * write_s + cache_access_s,
+            },
+        )
         return read, write
 
     def _weight_bytes(self, tier: Tier) -> float:
@@ -348,7 +420,11 @@ class _Pass:
         always = problem.layer_bytes - problem.layer_expert_bytes
         if self.reads is not None:
             reads = self.reads[tier]
-            layer_bytes, expert_bytes, head_bytes = reads.layer_bytes, reads.expert_bytes, reads.head_bytes
+            layer_bytes, expert_bytes, head_bytes = (
+                reads.layer_bytes,
+                reads.expert_bytes,
+                reads.head_bytes,
+            )
         elif problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
             layer_bytes, expert_bytes, head_bytes = 0.0, float(problem.stored_bytes), 0.0
         else:
@@ -360,12 +436,16 @@ class _Pass:
         return loaded
 
     def _loads(self, stage_bytes: float) -> float:
-        """Loads of a stage in a pass: one, but one for every batch if it is larger than the ring."""
+        """Loads of a stage in a pass: one, but one for every batch if it is larger than the
+        ring.
+        """
         return 1 if stage_bytes <= self.problem.ring_bytes else self.batches
 
     @property
     def _expert_batches(self) -> float:
-        """Batches that use experts each by itself: those of a pass, but all together if experts are offloaded."""
+        """Batches that use experts each by itself: those of a pass, but all together if experts are
+        offloaded.
+        """
         return self.batches if self.resident else 1.0
 
     @cached_property
@@ -374,7 +454,9 @@ class _Pass:
         return self._expert_batches * self.problem.experts_used(self.tokens / self._expert_batches)
 
     def _weight_transfers(self, tier: Tier) -> float:
-        """Transfers of matrices and experts with which a tier with all weights would load the layers."""
+        """Transfers of matrices and experts with which a tier with all weights would load the
+        layers.
+        """
         problem, experts = self.problem, self.problem.config.experts
         loads = self._loads(problem.layer_bytes - problem.layer_expert_bytes)
         if self.reads is not None:
@@ -386,7 +468,11 @@ class _Pass:
 
     @property
     def _cache_transfers(self) -> float:
-        return (2 + (self.problem.window_tokens > 0)) * self.problem.config.num_attention_layers * self.batches
+        return (
+            (2 + (self.problem.window_tokens > 0))
+            * self.problem.config.num_attention_layers
+            * self.batches
+        )
 
     @property
     def _new_cache_bytes(self) -> float:
@@ -396,7 +482,9 @@ class _Pass:
 
     @property
     def _hidden_bytes(self) -> float:
-        """Bytes of the hidden states, which leave and return between any two layers if they are offloaded."""
+        """Bytes of the hidden states, which leave and return between any two layers if they are
+        offloaded.
+        """
         config = self.problem.config
         return config.num_layers * self.tokens * config.state_size * self.problem.compute_bytes
 
@@ -404,7 +492,8 @@ class _Pass:
 def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
     """Positions allocated for a sequence."""
     workload = problem.workload
-    if schedule.is_single_pass or workload.output == 1:  # the first token is drawn from the prompt's own pass
+    # the first token is drawn from the prompt's own pass
+    if schedule.is_single_pass or workload.output == 1:
         return 0
     return workload.longest
 
@@ -412,30 +501,41 @@ def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
 def _stored_memory(
     problem: PlanningProblem, shape: BlockShape, sequences: float, lanes: float, resident: bool
 ) -> dict[Tier, tuple[Affine, ...]]:
-    """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end of prefill."""
+    """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end
+    of prefill.
+    """
     config, workload, ranks = problem.config, problem.workload, problem.ranks
     positions = _slot_positions(problem, shape.schedule)
     cache = sequences * positions * problem.kv_elements * problem.cache_bytes / ranks
     window = sequences * problem.window_bytes(problem.kv_elements) / ranks if positions else 0.0
-    caches = dict.fromkeys(TIERS, cache + window) | {"disk": cache + 2 * window}  # the prompt's and the answer's
+    # the prompt's and the answer's
+    caches = dict.fromkeys(TIERS, cache + window) | {"disk": cache + 2 * window}
     waiting_tokens = sequences * workload.computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
     if one_batch and not shape.schedule.is_single_pass:
         waiting_tokens = sequences
     token_bytes = config.state_size * problem.compute_bytes
     staging = problem.staging_memory(shape, sequences, resident)
-    gathered = 0.0  # tokens whose experts are computed together: with those of earlier passes, which decode
+    # tokens whose experts are computed together: with those of earlier passes, which decode
+    gathered = 0.0
     if config.experts is not None and not resident:
-        gathered = _WHOLE * sequences / lanes * (workload.computed / shape.passes + (shape.passes > 1))
+        gathered = (
+            _WHOLE * sequences / lanes * (workload.computed / shape.passes + (shape.passes > 1))
+        )
     waiting = dict.fromkeys(TIERS, waiting_tokens)
-    if gathered and not shape.schedule.is_single_pass:  # on the compute tier they are among the copies
+    # on the compute tier they are among the copies
+    if gathered and not shape.schedule.is_single_pass:
         waiting = dict.fromkeys(TIERS, waiting_tokens / shape.passes) | {problem.compute_tier: 0.0}
     memory: dict[Tier, tuple[Affine, ...]] = {}
     for tier in TIERS:
         copies = resident and problem.copies_fit and tier == problem.compute_tier
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
         hidden = waiting[tier] * token_bytes
-        together = config.waiting_copies * gathered * token_bytes if tier == problem.compute_tier else 0.0
-        stored = affine(together, {WEIGHTS[tier]: weights, CACHE[tier]: caches[tier], HIDDEN[tier]: hidden})
+        together = (
+            config.waiting_copies * gathered * token_bytes if tier == problem.compute_tier else 0.0
+        )
+        stored = affine(
+            together, {WEIGHTS[tier]: weights, CACHE[tier]: caches[tier], HIDDEN[tier]: hidden}
+        )
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

@@ -1,7 +1,8 @@
-"""Tiers: whole tensors placed on them, and every size that the memory plan, the scheduler and the stores share.
+"""Tiers: whole tensors placed on them, and every size that the memory plan, the scheduler and the
+stores share.
 
-In order: sizes of tensors, their tiers, constants, staging of offloaded weights, the cache, limits of a pass, and the
-machine. No torch.
+In order: sizes of tensors, their tiers, constants, staging of offloaded weights, the cache, limits
+of a pass, and the machine. No torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def limit_flag(tier: Tier) -> str:
     return "--disk" if tier == "disk" else f"--{tier}-memory"
 
 
-# What to do where memory runs out although the ledgers had room; a GPU's limit holds for computing, too.
+# What to do where memory runs out although the ledgers had room; a GPU's limit holds for computing,
+# too.
 MEMORY_ADVICE = "raise --gpu-memory, or lower --cpu-memory so that more is kept free"
 
 
@@ -42,7 +44,8 @@ class StageSizes(NamedTuple):
     expert_slot: bytes of the slot for its largest expert.
     largest_matrix: in bytes.
     num_values: of its matrices.
-    vector_values, float32_values: of its vectors in the compute dtype, and of those that are always in float32.
+    vector_values, float32_values: of its vectors in the compute dtype, and of those that are always
+        in float32.
     """
 
     num_bytes: int
@@ -67,12 +70,22 @@ class StorageSizes:
 
     def num_bytes(self, name: str, shape: tuple[int, ...]) -> int:
         fmt = self.precision.format_of(name) if len(shape) == 2 else None
-        return prod(shape) * self.element_bytes if fmt is None else fmt.packed_bytes(shape[0], shape[1])
+        return (
+            prod(shape) * self.element_bytes
+            if fmt is None
+            else fmt.packed_bytes(shape[0], shape[1])
+        )
 
     @cached_property
     def matrices(self) -> Mapping[str, int]:
-        """Bytes of the tensors that a policy places, by name. Vectors are always on the compute tier."""
-        return {n: self.num_bytes(n, shape) for n, shape in tensor_shapes(self.config).items() if len(shape) > 1}
+        """Bytes of the tensors that a policy places, by name. Vectors are always on the compute
+        tier.
+        """
+        return {
+            n: self.num_bytes(n, shape)
+            for n, shape in tensor_shapes(self.config).items()
+            if len(shape) > 1
+        }
 
     @cached_property
     def matrix_bytes(self) -> int:
@@ -90,13 +103,19 @@ class StorageSizes:
         return sum(stage.num_values for stage in self.stages.values())
 
     def vector_bytes(self, compute_bytes: int) -> int:
-        """Bytes of all vectors: on the compute tier, in elements of `compute_bytes` or in float32."""
+        """Bytes of all vectors: on the compute tier, in elements of `compute_bytes` or in
+        float32.
+        """
         stages = self.stages.values()
-        return sum(compute_bytes * stage.vector_values + 4 * stage.float32_values for stage in stages)
+        return sum(
+            compute_bytes * stage.vector_values + 4 * stage.float32_values for stage in stages
+        )
 
     @cached_property
     def stages(self) -> Mapping[str, StageSizes]:
-        """Sizes of each stage; of layers alike they are computed once, unless each has formats of its own."""
+        """Sizes of each stage; of layers alike they are computed once, unless each has formats of
+        its own.
+        """
         firsts = self.config.first_stages
         published = self.precision.published
         if published.by_name and not published.are_alike:
@@ -112,12 +131,19 @@ class StorageSizes:
                 vectors[self.config.has_float32(name)] += shape[0]
                 continue
             size = self.num_bytes(name, shape)
-            largest, num_bytes, num_values = max(largest, size), num_bytes + size, num_values + prod(shape)
+            largest, num_bytes, num_values = (
+                max(largest, size),
+                num_bytes + size,
+                num_values + prod(shape),
+            )
             if (expert := expert_of(name)) is not None:
                 experts += size
-                # Padded to a page, and one more, because a matrix may begin within a page of its file.
+                # Padded to a page, and one more, because a matrix may begin within a page of its
+                # file.
                 slots[expert] += (-(-size // ALIGNMENT) + 1) * ALIGNMENT
-        return StageSizes(num_bytes, experts, max(slots.values(), default=0), largest, num_values, *vectors)
+        return StageSizes(
+            num_bytes, experts, max(slots.values(), default=0), largest, num_values, *vectors
+        )
 
 
 # Reads tensor sizes once: plans of a model share them.
@@ -125,17 +151,26 @@ storage_sizes = cache(StorageSizes)
 
 
 def tier_fractions(policy: Policy, kind: Kind, has_gpu: bool) -> dict[Tier, float]:
-    """Return a policy's fractions of a kind by tier; on a machine without a gpu its share goes to the cpu."""
+    """Return a policy's fractions of a kind by tier; on a machine without a gpu its share goes to
+    the cpu.
+    """
     gpu, cpu, disk = {
         "weights": (policy.wg, policy.wc, policy.wd),
         "cache": (policy.cg, policy.cc, policy.cd),
         "activations": (policy.hg, policy.hc, policy.hd),
     }[kind]
-    return {"gpu": gpu, "cpu": cpu, "disk": disk} if has_gpu else {"gpu": 0.0, "cpu": gpu + cpu, "disk": disk}
+    return (
+        {"gpu": gpu, "cpu": cpu, "disk": disk}
+        if has_gpu
+        else {"gpu": 0.0, "cpu": gpu + cpu, "disk": disk}
+    )
 
 
 def most_underfilled(
-    tiers: Iterable[Tier], fractions: Mapping[Tier, float], placed_bytes: Mapping[Tier, int], total: int
+    tiers: Iterable[Tier],
+    fractions: Mapping[Tier, float],
+    placed_bytes: Mapping[Tier, int],
+    total: int,
 ) -> Tier:
     """Return the tier that misses most of its fraction of `total` bytes; ties go to the first.
 
@@ -147,8 +182,8 @@ def most_underfilled(
 def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
     """Choose the tier of each tensor; the matrices of an expert stay together.
 
-    What every token needs comes to the fastest tiers first, and experts, of which a token needs a few, to what is left
-    of the tiers.
+    What every token needs comes to the fastest tiers first, and experts, of which a token needs a
+    few, to what is left of the tiers.
     """
     units = {name: expert_of(name) or name for name in sizes}
     experts: dict[str, int] = {}
@@ -162,11 +197,16 @@ def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> d
     placed: dict[str, Tier] = {}
     for group in ({name: sizes[name] for name, unit in units.items() if unit == name}, experts):
         # Fill what is left of the tiers, the fastest first.
-        taken, rest, num_bytes = dict.fromkeys(TIERS, 0.0), float(sum(group.values())), sum(group.values())
+        taken, rest, num_bytes = (
+            dict.fromkeys(TIERS, 0.0),
+            float(sum(group.values())),
+            sum(group.values()),
+        )
         for tier in TIERS:
             taken[tier] = max(0.0, min(rest, left[tier]))
             rest -= taken[tier]
-        # Whole tensors may have taken more of a tier than it had: the slowest tier with room takes what finds none.
+        # Whole tensors may have taken more of a tier than it had: the slowest tier with room takes
+        # what finds none.
         slowest: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
         taken[slowest] += rest
         spread = _spread(group, {tier: share / max(1, num_bytes) for tier, share in taken.items()})
@@ -179,7 +219,8 @@ def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> d
 def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
     """Choose the tier of each tensor, in order; ties go to the faster tier.
 
-    Each tensor goes to the most underfilled tier, so after every one each tier is at most a tensor off its fraction.
+    Each tensor goes to the most underfilled tier, so after every one each tier is at most a tensor
+    off its fraction.
     Offloaded tensors are therefore spread evenly over the layers, which overlap needs.
     """
     placed_bytes, total = dict.fromkeys(TIERS, 0), 0
@@ -197,45 +238,55 @@ def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[s
 def achieved_fractions(sizes: Mapping[str, int], placed: Mapping[str, Tier]) -> dict[Tier, float]:
     """Return the fraction of the bytes on each tier."""
     total = sum(sizes.values())
-    num_bytes = {tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in TIERS}
+    num_bytes = {
+        tier: sum(size for name, size in sizes.items() if placed[name] == tier) for tier in TIERS
+    }
     return {tier: size / total if total else 0.0 for tier, size in num_bytes.items()}
 
 
-# Sizes that the memory plan, the cost model, the scheduler and the stores share. Each is written here once.
+# Sizes that the memory plan, the cost model, the scheduler and the stores share. Each is written
+# here once.
 
 UNLIMITED = 1 << 62
 
 # --- Sequences ---
-# Sequences of one cache block: enough to make one attention call worth its overhead, few enough that sequences of
-# similar length (the queue is sorted) share a capacity and that their memory is freed soon.
+# Sequences of one cache block: enough to make one attention call worth its overhead, few enough
+# that sequences of similar length (the queue is sorted) share a capacity and that their memory is
+# freed soon.
 BLOCK_SEQUENCES = 32
-# The same with cache and weights on the compute device: each block is one more call a layer, 0.2 ms for a 135M model.
+# The same with cache and weights on the compute device: each block is one more call a layer, 0.2 ms
+# for a 135M model.
 LARGE_BLOCK_SEQUENCES = 128
-# Sequences that decode together with resident weights: a CPU's products are near their full rate at a hundred.
+# Sequences that decode together with resident weights: a CPU's products are near their full rate at
+# a hundred.
 MAX_SEQUENCES: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
-# The same for long answers: the one that ends last decides how many passes a run takes, so all begin early.
+# The same for long answers: the one that ends last decides how many passes a run takes, so all
+# begin early.
 LONG_MAX_SEQUENCES = 512
-# Blocks of a searched policy that run at once: the search counts every answer with its expected length, and on average
-# running answers have half of it.
+# Blocks of a searched policy that run at once: the search counts every answer with its expected
+# length, and on average running answers have half of it.
 LONG_BLOCKS = 2
 
 # --- Tokens ---
-# Tokens of one batch with resident weights on a host: enough for the full product rate, few enough to stay in its
-# caches. Converting packed weights for each batch takes as long as 6 rows of their products.
+# Tokens of one batch with resident weights on a host: enough for the full product rate, few enough
+# to stay in its caches. Converting packed weights for each batch takes as long as 6 rows of their
+# products.
 BATCH_TOKENS = 1024
-# The same with streamed weights, which are upcast anew for every batch: fewer and larger batches pay. Under a policy,
-# too, where experts are streamed: their products have the rows of a whole pass, and memory is for its tokens.
+# The same with streamed weights, which are upcast anew for every batch: fewer and larger batches
+# pay. Under a policy, too, where experts are streamed: their products have the rows of a whole
+# pass, and memory is for its tokens.
 STREAMED_BATCH_TOKENS = 2048
-# The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts. And on a device,
-# where converting takes as long as 100 to 1,000 rows.
+# The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts.
+# And on a device, where converting takes as long as 100 to 1,000 rows.
 MAX_BATCH_TOKENS = 4096
-# Prompt tokens that join a pass with resident weights. Interleaved decoding reads the weights once more for each pass
-# (about 2 %), and results arrive steadily instead of at the end of a block.
+# Prompt tokens that join a pass with resident weights. Interleaved decoding reads the weights once
+# more for each pass (about 2 %), and results arrive steadily instead of at the end of a block.
 PASS_TOKENS = 4 * BATCH_TOKENS
-# Tokens of a page of the growing caches of long answers: a small part of them, and copying costs 2 to 5 %.
+# Tokens of a page of the growing caches of long answers: a small part of them, and copying costs 2
+# to 5 %.
 LONG_PAGE_TOKENS = 64
-# Answers that may end early and may have more tokens than this get their cache by pages. Shorter ones get it at once:
-# there is little to be gained, and reserving never has to be taken back.
+# Answers that may end early and may have more tokens than this get their cache by pages. Shorter
+# ones get it at once: there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128
 
 # --- Bytes ---
@@ -245,54 +296,65 @@ ALIGNMENT = 4096
 MIN_STAGING_BYTES = 3 << 20
 # Fewest slots for offloaded experts, for the same reason.
 MIN_EXPERT_SLOTS = 3
-# Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a millisecond.
+# Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a
+# millisecond.
 COPY_BUFFER_BYTES = 8 << 20
 # Bytes of rows that a thread gathers at once from the places that have parts of them.
 GATHER_BYTES = 4 << 20
-# Threads that load offloaded weights: while one's unit crosses the second link of its way, the next is on the first.
+# Threads that load offloaded weights: while one's unit crosses the second link of its way, the next
+# is on the first.
 NUM_LOADERS = 2
-# Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and a slow disk holds
-# computing up before it fills the memory.
+# Bytes that may wait in memory to be stored: the disk stays busy while the next batch computes, and
+# a slow disk holds computing up before it fills the memory.
 MAX_PENDING_STORE_BYTES = 64 << 20
-# Transfers that no ledger counts (`TransferManager.peak_transfer_bytes`): stores that wait and their buffer, and
-# fetches and theirs.
+# Transfers that no ledger counts (`TransferManager.peak_transfer_bytes`): stores that wait and
+# their buffer, and fetches and theirs.
 MAX_TRANSFER_BYTES = 4 * MAX_PENDING_STORE_BYTES
 # Share of a layer's experts from which on the next layer is taken to need all of its own.
 ALL_EXPERTS_FROM = 0.9
-# Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which stay in its cache.
+# Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which
+# stay in its cache.
 HOST_UPCAST_ELEMENTS = 1 << 20
-# The same on a device, where each tile is two launches: the largest matrices of a 70B model whole, 512 MiB in 16 bits.
+# The same on a device, where each tile is two launches: the largest matrices of a 70B model whole,
+# 512 MiB in 16 bits.
 DEVICE_UPCAST_ELEMENTS = 256 << 20
-# Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of one sequence. On
-# CPUs they stay in the caches; on a GPU few large kernels take the place of many small ones.
+# Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of
+# one sequence. On CPUs they stay in the caches; on a GPU few large kernels take the place of many
+# small ones.
 SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
 
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
-# The same on the compute tier where offloaded experts are read once for all tokens that have room there.
+# The same on the compute tier where offloaded experts are read once for all tokens that have room
+# there.
 EXPERTS_SHARE = 0.5
-# Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow by pages because
-# answers may become long, and elsewhere.
+# Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow
+# by pages because answers may become long, and elsewhere.
 STAGED_CACHE_SHARE, MAX_STAGED_CACHE_SHARE = 0.25, 0.5
 # Weights in the compute dtype; the KV cache keeps the rest.
 COPIES_SHARE = 0.5
-# Lanes for each rank of a pipeline where sequences need one pass only: ranks are idle at its beginning and its end, a
-# fifth of the time at most.
+# Lanes for each rank of a pipeline where sequences need one pass only: ranks are idle at its
+# beginning and its end, a fifth of the time at most.
 PREFILL_LANES = 4
 
 
-# Memory of the compute tier through which offloaded weights reach it, and of the host through which the disk's pass.
+# Memory of the compute tier through which offloaded weights reach it, and of the host through which
+# the disk's pass.
 
-# Share of the compute tier for the staging ring, and its share if only a larger ring holds a whole layer.
+# Share of the compute tier for the staging ring, and its share if only a larger ring holds a whole
+# layer.
 _STAGING_SHARE, _MAX_STAGING_SHARE = 0.25, 0.5
-# Share of a layer's experts that may be in slots before they are used: the disk goes on while attention computes.
+# Share of a layer's experts that may be in slots before they are used: the disk goes on while
+# attention computes.
 _AHEAD_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """Bytes on the compute tier through which offloaded weights reach it: the staging ring, and slots for experts."""
+    """Bytes on the compute tier through which offloaded weights reach it: the staging ring, and
+    slots for experts.
+    """
 
     ring: int
     experts: int = 0
@@ -303,7 +365,9 @@ class StagingSizes:
 
     def used(self, placed: Mapping[str, Tier], compute_tier: Tier) -> StagingSizes:
         """Return what a placement needs; a ring that it does not need is slots, too."""
-        offloaded = {expert_of(name) is not None for name, tier in placed.items() if tier != compute_tier}
+        offloaded = {
+            expert_of(name) is not None for name, tier in placed.items() if tier != compute_tier
+        }
         if True not in offloaded:
             return StagingSizes(self.ring if offloaded else 0)
         return self if False in offloaded else StagingSizes(0, self.num_bytes)
@@ -317,7 +381,11 @@ def expert_slot_bytes(storage: StorageSizes) -> int:
 def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     """Size the memory through which offloaded weights reach a compute tier of `limit` bytes."""
     slot = expert_slot_bytes(storage)
-    always = {name: stage.num_bytes - stage.expert_bytes for name, stage in storage.stages.items() if name != EMBED}
+    always = {
+        name: stage.num_bytes - stage.expert_bytes
+        for name, stage in storage.stages.items()
+        if name != EMBED
+    }
     largest = wanted = max(always.values())
     if not slot or largest != always.get(HEAD):
         wanted *= 2
@@ -333,13 +401,20 @@ def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
 
 
 def loader_buffer_bytes(storage: StorageSizes, has_gpu: bool) -> int:
-    """Bound the host memory through which loaders read weights from the disk: to a device, or to gather rows."""
-    gathered = NUM_LOADERS * gather_bytes(storage.largest_matrix) * storage.precision.published.are_gathered
+    """Bound the host memory through which loaders read weights from the disk: to a device, or to
+    gather rows.
+    """
+    gathered = (
+        NUM_LOADERS
+        * gather_bytes(storage.largest_matrix)
+        * storage.precision.published.are_gathered
+    )
     if not has_gpu:
         return gathered
     largest = (storage.largest_matrix, expert_slot_bytes(storage))  # each kind has its own loaders
     pages = (-(-min(COPY_BUFFER_BYTES, size) // ALIGNMENT) + 2 for size in largest if size)
-    return gathered + NUM_LOADERS * sum(pages) * ALIGNMENT  # aligned reads begin before and end behind
+    # aligned reads begin before and end behind
+    return gathered + NUM_LOADERS * sum(pages) * ALIGNMENT
 
 
 def gather_bytes(matrix_bytes: int) -> int:
@@ -356,11 +431,12 @@ class CacheSizes:
 
     bytes_per_token: of one position in all cached layers.
     layer_bytes_per_token: of one position in one layer.
-    window_bytes: of a sequence's full-precision residual window in all cached layers; a file has twice as many, for
-        the prompt's and for the answer's.
+    window_bytes: of a sequence's full-precision residual window in all cached layers; a file has
+        twice as many, for the prompt's and for the answer's.
     layer_window_bytes: of the window in one layer.
     state_bytes: of a sequence on the compute device, in all layers that keep a state.
-    fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may waste.
+    fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may
+        waste.
     """
 
     bytes_per_token: int
@@ -372,7 +448,12 @@ class CacheSizes:
 
 
 def cache_sizes(
-    config: ModelConfig, fmt: CacheFormat | None, element_bytes: int, *, on_disk: bool, one_layer: bool = False
+    config: ModelConfig,
+    fmt: CacheFormat | None,
+    element_bytes: int,
+    *,
+    on_disk: bool,
+    one_layer: bool = False,
 ) -> CacheSizes:
     """Compute the sizes of a cache.
 
@@ -398,7 +479,9 @@ def cache_sizes(
 
 
 def state_bytes(config: ModelConfig, one_layer: bool = False) -> int:
-    """Return the bytes of the states that layers keep of a sequence: in float32, before and after the newest token."""
+    """Return the bytes of the states that layers keep of a sequence: in float32, before and after
+    the newest token.
+    """
     elements = max(config.layer_states) if one_layer else sum(config.layer_states)
     return 2 * 4 * elements
 
@@ -413,14 +496,18 @@ class SchedulerLimits:
     batch_tokens, batch_sequences: of one batch; a longer sequence is a batch of its own.
     max_sequences: sequences with a cache.
     cache_tokens: positions of KV cache over all sequences.
-    pass_tokens: prompt tokens that one pass admits, so that running sequences do not wait; a longer prompt is admitted
-        alone.
-    page_tokens: 0 allocates a sequence's whole cache at admission. Otherwise caches grow by pages, and as many
-        sequences are admitted as are expected to fit.
-    slot_overhead: positions that each sequence takes besides its tokens (residual window, last disk page).
-    step_overhead: positions that each decode step of a block takes besides its tokens (last disk page).
-    max_states: sequences and shared prefixes whose states are on the compute tier while their cache is offloaded.
-    block_sequences: sequences of a cache block; above `BLOCK_SEQUENCES` only neighbours of similar length.
+    pass_tokens: prompt tokens that one pass admits, so that running sequences do not wait; a longer
+        prompt is admitted alone.
+    page_tokens: 0 allocates a sequence's whole cache at admission. Otherwise caches grow by pages,
+        and as many sequences are admitted as are expected to fit.
+    slot_overhead: positions that each sequence takes besides its tokens (residual window, last disk
+        page).
+    step_overhead: positions that each decode step of a block takes besides its tokens (last disk
+        page).
+    max_states: sequences and shared prefixes whose states are on the compute tier while their cache
+        is offloaded.
+    block_sequences: sequences of a cache block; above `BLOCK_SEQUENCES` only neighbours of similar
+        length.
     """
 
     batch_tokens: int
@@ -447,8 +534,8 @@ class Machine:
     compute_dtype: of products and hidden states.
     overlap: transfers go on while the device computes.
     cpu_attention: beside a gpu, the host attends to the part of the cache that it holds.
-    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest; None where they are
-        converted first.
+    multiplied_as_stored: type of weights in 16 bits that the host multiplies as they rest; None
+        where they are converted first.
     """
 
     limits: Mapping[Tier, int]

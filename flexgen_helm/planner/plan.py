@@ -1,4 +1,6 @@
-"""Plans for users: from their choices to a planning problem, and from a search to an explained record. No torch."""
+"""Plans for users: from their choices to a planning problem, and from a search to an explained
+record. No torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from flexgen_helm.request import MemoryLimits
 
 @dataclass(frozen=True)
 class Spread:
-    """The range of measured times, as multiples of the predicted one, that holds at least 80 % of measured runs.
+    """The range of measured times, as multiples of the predicted one, that holds at least 80 % of
+    measured runs.
 
     source: where the rates come from, and what the range was measured on, for people.
     """
@@ -36,7 +39,9 @@ class Spread:
     source: str
 
     def holds(self, ratio: float) -> bool:
-        """Return whether a measured time, as a multiple of the predicted one, is within the range."""
+        """Return whether a measured time, as a multiple of the predicted one, is within the
+        range.
+        """
         return self.low <= ratio <= self.high
 
     def of_time(self, seconds: float) -> tuple[float, float]:
@@ -48,21 +53,36 @@ class Spread:
         return rate / self.high, rate / self.low
 
 
-LEARNT = Spread(1 / 1.2, 1.2, "rates measured and corrected by runs; all of ten such policies were within this range")
-NEW = Spread(
-    1 / 1.2, 2.0, "rates measured, not corrected by a run yet; such runs took 1.1 to 2 times as long as predicted"
+LEARNT = Spread(
+    1 / 1.2,
+    1.2,
+    "rates measured and corrected by runs; all of ten such policies were within this range",
 )
-FITTED = Spread(1 / 1.25, 1.25, "rates fitted to the paper's T4; 25 of its 28 rows are within this range")
+NEW = Spread(
+    1 / 1.2,
+    2.0,
+    (
+        "rates measured, not corrected by a run yet; such runs took 1.1 to 2 times as long as "
+        "predicted"
+    ),
+)
+FITTED = Spread(
+    1 / 1.25, 1.25, "rates fitted to the paper's T4; 25 of its 28 rows are within this range"
+)
 DATA_SHEET = Spread(
     1 / 2,
     2.0,
     "speeds are from data sheets; 44 of 45 published runs fell within such a range",
 )
-PIPELINE = Spread(1 / 2, 2.0, "machines in a pipeline; all six rows of the paper's four T4s are within this range")
+PIPELINE = Spread(
+    1 / 2, 2.0, "machines in a pipeline; all six rows of the paper's four T4s are within this range"
+)
 
 
 def spread_of(hardware: HardwareProfile, ranks: float = 1) -> Spread:
-    """Return the range for a machine; a profile whose rates have no known source counts as a data sheet."""
+    """Return the range for a machine; a profile whose rates have no known source counts as a data
+    sheet.
+    """
     if ranks > 1:
         return PIPELINE
     if PROFILED in hardware.sources.values():
@@ -85,10 +105,12 @@ def simulated_gpu(
 ) -> HardwareProfile:
     """Add a simulated gpu: the machine's own processor with host memory behind a link.
 
-    Its limit is the user's, and its capacity the host's: the workspace of computing is there and no limit counts it.
+    Its limit is the user's, and its capacity the host's: the workspace of computing is there and no
+    limit counts it.
 
     link_gb_s: GB/s in and out, at most and by default as fast as memory is copied.
-    disk_gb_s: GB/s of reads and writes of a simulated disk, at most and by default the machine's own.
+    disk_gb_s: GB/s of reads and writes of a simulated disk, at most and by default the machine's
+        own.
     """
     copy = hardware.cpu.memory_bytes_s / 2
     to_gpu, to_cpu = (min(rate * 1e9, copy) for rate in link_gb_s) if link_gb_s else (copy, copy)
@@ -125,7 +147,9 @@ def planning_problem(
     for tier in TIERS:
         limit = getattr(limits, tier)
         if limit is not None and limit < 0:
-            raise UsageError(f"the limit of the {tier} tier is {limit:,} bytes; it must be at least 0")
+            raise UsageError(
+                f"the limit of the {tier} tier is {limit:,} bytes; it must be at least 0"
+            )
         bytes_by_tier[tier] = float(problem.largest_limit(tier) if limit is None else limit)
     return replace(problem, limits=bytes_by_tier)
 
@@ -139,7 +163,9 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """What does not fit, or the part that bounds the speed: it brings most if it is twice as fast."""
+        """What does not fit, or the part that bounds the speed: it brings most if it is twice as
+        fast.
+        """
         prediction = self.solution.prediction
         if missing := prediction.missing:
             tier = max(missing, key=lambda tier: missing[tier])
@@ -156,10 +182,17 @@ class Plan:
     @property
     def block_sequences(self) -> int:
         """Sequences that are computed together."""
-        block_size, num_sequences = self.solution.policy.block_size, self.problem.workload.num_sequences
+        block_size, num_sequences = (
+            self.solution.policy.block_size,
+            self.problem.workload.num_sequences,
+        )
         if self.problem.endless:
             return block_size
-        return num_sequences if self.solution.schedule.is_single_pass else min(block_size, num_sequences)
+        return (
+            num_sequences
+            if self.solution.schedule.is_single_pass
+            else min(block_size, num_sequences)
+        )
 
     @property
     def sequences_per_h(self) -> float:
@@ -176,10 +209,14 @@ class Plan:
 
     @cached_property
     def block(self) -> dict[str, dict[str, float]]:
-        """Bytes that a block reads of the disk, and tokens of prompts or answers a second, by phase."""
+        """Bytes that a block reads of the disk, and tokens of prompts or answers a second, by
+        phase.
+        """
         problem, policy, schedule = self.problem, self.solution.policy, self.solution.schedule
         prediction, hardware = self.solution.prediction, problem.hardware
-        a_byte_a_second = replace(hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0))
+        a_byte_a_second = replace(
+            hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0)
+        )
         read = predict(replace(problem, hardware=a_byte_a_second), policy, schedule).seconds
         tokens = {"prefill": problem.workload.computed, "decode": problem.workload.output - 1}
         seconds = {"prefill": prediction.prefill_s, "decode": prediction.decode_s}
@@ -239,8 +276,8 @@ def make_plan(
 
     schedule: None for the best of those that a search tries.
 
-    Raises `MemoryLimitError` if the search finds nothing. A given policy that does not fit is a plan that is not
-    feasible.
+    Raises `MemoryLimitError` if the search finds nothing. A given policy that does not fit is a
+    plan that is not feasible.
     """
     if policy is None:
         schedules = AUTOMATIC if schedule is None else (schedule,)
@@ -251,8 +288,11 @@ def make_plan(
     return Plan(problem, solution)
 
 
-def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float | None) -> dict[str, Plan | None]:
-    """Return the best plan of each precision that users choose between; None for one that does not fit.
+def search_precisions(
+    made: Plan, schedule: Schedule | None, max_latency: float | None
+) -> dict[str, Plan | None]:
+    """Return the best plan of each precision that users choose between; None for one that does not
+    fit.
 
     made: the searched plan of one of them, under the same schedule and limit.
     """
@@ -262,10 +302,13 @@ def search_precisions(made: Plan, schedule: Schedule | None, max_latency: float 
             plans[name] = made
             continue
         problem = replace(
-            made.problem, precision=replace(precision_named(name), published=made.problem.precision.published)
+            made.problem,
+            precision=replace(precision_named(name), published=made.problem.precision.published),
         )
         with suppress(MemoryLimitError):
-            found = search(problem, AUTOMATIC if schedule is None else (schedule,), max_latency=max_latency)
+            found = search(
+                problem, AUTOMATIC if schedule is None else (schedule,), max_latency=max_latency
+            )
             plans[name] = Plan(problem, found)
     return plans
 
@@ -277,17 +320,28 @@ def _twice_as_fast(problem: PlanningProblem, solution: Solution) -> dict[str, fl
         dtype: Curve(tuple((rows, 2 * rate) for rows, rate in curve.points))
         for dtype, curve in processor.matmul_flops.items()
     }
-    rates = ("attention_flops", "attention_bytes_s", "memory_bytes_s", "upcast_elements_s", "dequantize_elements_s")
+    rates = (
+        "attention_flops",
+        "attention_bytes_s",
+        "memory_bytes_s",
+        "upcast_elements_s",
+        "dequantize_elements_s",
+    )
     changed = _scaled(replace(processor, matmul_flops=flops), *rates)
+    is_gpu = problem.compute_tier == "gpu"
     machines = {
-        "GPU" if problem.compute_tier == "gpu" else "processor": replace(hardware, **{problem.compute_tier: changed}),  # type: ignore[arg-type]
+        "GPU" if is_gpu else "processor": (
+            replace(hardware, gpu=changed) if is_gpu else replace(hardware, cpu=changed)
+        ),
         "disk": replace(hardware, disk=_scaled(hardware.disk, "read_bytes_s", "write_bytes_s")),
     }
     if hardware.link is not None:
         link_rates = (name for name in asdict(hardware.link) if name.endswith("bytes_s"))
         machines["link"] = replace(hardware, link=_scaled(hardware.link, *link_rates))
     return {
-        part: predict(replace(problem, hardware=machine), solution.policy, solution.schedule).latency_s
+        part: predict(
+            replace(problem, hardware=machine), solution.policy, solution.schedule
+        ).latency_s
         for part, machine in machines.items()
     }
 
@@ -298,8 +352,8 @@ def _scaled(record: _Record, *names: str) -> _Record:
 
 # How long a suite of run entries takes: each scenario alone, and all together as one run.
 
-# Answers have between so much less and so much more than the right ones: docs/explanation/planning.md
-# has measurements.
+# Answers have between so much less and so much more than the right ones:
+# docs/explanation/planning.md has measurements.
 ANSWER_FACTOR = 2.0
 # By how much batches become smaller until longer sequences fit.
 _SMALLER = 0.8
@@ -340,7 +394,9 @@ class Expectation:
 
 @dataclass(frozen=True)
 class ScenarioPlan:
-    """The entries of one scenario, which share nothing with each other, and what they take without the other ones."""
+    """The entries of one scenario, which share nothing with each other, and what they take without
+    the other ones.
+    """
 
     entries: Sequence[EntryWorkload]
     made: Plan
@@ -374,8 +430,8 @@ class SuitePlan:
 
     made: of all entries together.
     as_one: seconds of that run.
-    by_precision: the plan in each precision that users choose between, None where nothing fits; empty where a precision
-        was asked for.
+    by_precision: the plan in each precision that users choose between, None where nothing fits;
+        empty where a precision was asked for.
     """
 
     scenarios: Sequence[ScenarioPlan]
@@ -386,7 +442,9 @@ class SuitePlan:
     @property
     def one_by_one(self) -> Expectation:
         """Seconds of a run for each scenario, one after another."""
-        return Expectation(*map(sum, zip(*(astuple(scenario.alone) for scenario in self.scenarios))))
+        return Expectation(
+            *map(sum, zip(*(astuple(scenario.alone) for scenario in self.scenarios)))
+        )
 
     @property
     def is_one_run(self) -> bool:
@@ -420,12 +478,17 @@ class SuitePlan:
             "total": {**self.expected.to_json(), "seconds_at_limit": self.limit_s},
             "as_one_run": self.as_one.to_json(),
             "one_by_one": self.one_by_one.to_json(),
-            "precisions": {name: found and found.expected.to_json() for name, found in self.by_precision.items()},
+            "precisions": {
+                name: found and found.expected.to_json()
+                for name, found in self.by_precision.items()
+            },
             "plan": self.made.to_json(),
         }
 
 
-def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload], compare: bool = False) -> SuitePlan:
+def plan_suite(
+    problem: PlanningProblem, entries: Sequence[EntryWorkload], compare: bool = False
+) -> SuitePlan:
     """Search the plan of all entries as one run, and of each scenario alone.
 
     problem: with any workload.
@@ -437,7 +500,9 @@ def plan_suite(problem: PlanningProblem, entries: Sequence[EntryWorkload], compa
     planned = _suite_plan(made, entries)
     by_precision: dict[str, SuitePlan | None] = {}
     for name, found in search_precisions(made, None, None).items() if compare else ():
-        by_precision[name] = planned if found is made else _suite_plan(found, entries) if found else None
+        by_precision[name] = (
+            planned if found is made else _suite_plan(found, entries) if found else None
+        )
     return replace(planned, by_precision=by_precision)
 
 
@@ -461,7 +526,8 @@ def _expectation(made: Plan, entries: Sequence[EntryWorkload]) -> Expectation:
 
 
 def _seconds(made: Plan, workload: Workload) -> float:
-    """Return the seconds of other lengths with the policy of a plan, in smaller batches if they do not fit.
+    """Return the seconds of other lengths with the policy of a plan, in smaller batches if they do
+    not fit.
 
     A search would find policies that are as good or better; it takes a hundred times as long.
     """

@@ -1,8 +1,10 @@
-"""The planner of one engine (`policy='auto'`): `place` its weights once, `plan` each run, `learn` from each.
+"""The planner of one engine (`policy='auto'`): `place` its weights once, `plan` each run, `learn`
+from each.
 
-Weights are placed once, before requests are known, for a workload that is typical of evaluation suites. Block, cache
-and hidden states are planned for the lengths of every run, with rates that earlier runs have corrected: the machine
-may be busier, or faster, than when it was measured. No torch.
+Weights are placed once, before requests are known, for a workload that is typical of evaluation
+suites. Block, cache and hidden states are planned for the lengths of every run, with rates that
+earlier runs have corrected: the machine may be busier, or faster, than when it was measured. No
+    torch.
 """
 
 from __future__ import annotations
@@ -22,15 +24,23 @@ from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
 from flexgen_helm.planner.search import Solution, search
-from flexgen_helm.planner.weight_placement import Placement, leaving_room, place_weights, require_least_memory
+from flexgen_helm.planner.weight_placement import (
+    Placement,
+    leaving_room,
+    place_weights,
+    require_least_memory,
+)
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits
 
-# What a run teaches: rates of the machine, corrected by how far its prediction was from the measurement.
+# What a run teaches: rates of the machine, corrected by how far its prediction was from the
+# measurement.
 
-# Exponent by which one run moves a rate towards what it measured, and bounds of the factor before it.
+# Exponent by which one run moves a rate towards what it measured, and bounds of the factor before
+# it.
 _STEP, _MIN_FACTOR, _MAX_FACTOR = 0.5, 0.25, 4.0
-# Rates are corrected if the predicted share of the time is at least this: of a phase, and of what was waited for.
+# Rates are corrected if the predicted share of the time is at least this: of a phase, and of what
+# was waited for.
 _PHASE_SHARE, _WAIT_SHARE = 0.1, 0.3
 _PHASES = ("prefill", "decode")
 
@@ -53,10 +63,12 @@ def corrected(profile: HardwareProfile, factors: Mapping[str, float]) -> Hardwar
 
 
 def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str, float]:
-    """Return factors for rates by resource: half of the way, in logarithms, from predicted to measured.
+    """Return factors for rates by resource: half of the way, in logarithms, from predicted to
+    measured.
 
-    Computing is judged phase by phase, by the time that batches took without waiting. A link or the disk is judged by
-    the whole time, if the run mostly waited for it; otherwise the overlap, by how much of the transfers was hidden.
+    Computing is judged phase by phase, by the time that batches took without waiting. A link or the
+    disk is judged by the whole time, if the run mostly waited for it; otherwise the overlap, by how
+    much of the transfers was hidden.
 
         predicted     prefill: compute, wait          decode: compute, wait
         measured      prefill in all                  decode in all            wait of both
@@ -64,7 +76,10 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
     """
     blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
     # Predicted seconds of the run by phase and resource, of each as if it were alone.
-    alone = {phase: {name: blocks * s for name, s in prediction.seconds[phase].items()} for phase in _PHASES}
+    alone = {
+        phase: {name: blocks * s for name, s in prediction.seconds[phase].items()}
+        for phase in _PHASES
+    }
     predicted_compute = {phase: alone[phase].get("compute", 0.0) for phase in _PHASES}
     predicted_wait = {
         phase: max(0.0, blocks * seconds - predicted_compute[phase])
@@ -75,7 +90,8 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
     # Which phase waited is not measured: as predicted.
     waited = wait_s / (sum(predicted_wait.values()) or 1.0)
     compute = {phase: phase_s[phase] - waited * predicted_wait[phase] for phase in _PHASES}
-    mixed = not predicted_compute["prefill"]  # prompts and single tokens in one pass, which is predicted as decoding
+    # prompts and single tokens in one pass, which is predicted as decoding
+    mixed = not predicted_compute["prefill"]
     if mixed:
         predicted_compute, compute = (
             dict.fromkeys(_PHASES, sum(times.values())) for times in (predicted_compute, compute)
@@ -85,12 +101,20 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
         if predicted_compute[phase] > _PHASE_SHARE * prediction.latency_s and compute[phase] > 0:
             factors[phase] = _factor(predicted_compute[phase], compute[phase])
     if wait_s > _WAIT_SHARE * run_s:
-        links = {name: sum(alone[phase].get(name, 0.0) for phase in _PHASES) for name in ("disk_read", "to_gpu")}
+        links = {
+            name: sum(alone[phase].get(name, 0.0) for phase in _PHASES)
+            for name in ("disk_read", "to_gpu")
+        }
         slowest = max(links, key=lambda name: links[name])
         if links[slowest] > _WAIT_SHARE * prediction.latency_s:
             return {**factors, slowest: _factor(links[slowest], run_s)}
-    transfers = [[alone[phase].get(name, 0.0) for name in RESOURCES if name != "compute"] for phase in _PHASES]
-    predicted_share = _hidden_share(transfers, list(predicted_compute.values()), prediction.latency_s)
+    transfers = [
+        [alone[phase].get(name, 0.0) for name in RESOURCES if name != "compute"]
+        for phase in _PHASES
+    ]
+    predicted_share = _hidden_share(
+        transfers, list(predicted_compute.values()), prediction.latency_s
+    )
     measured_share = _hidden_share(transfers, list(compute.values()), sum(phase_s.values()))
     notable = not mixed and sum(map(sum, transfers)) > _PHASE_SHARE * run_s
     if notable and predicted_share is not None and measured_share is not None:
@@ -98,7 +122,9 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
     return factors
 
 
-def _hidden_share(transfers: Sequence[Sequence[float]], computed: Sequence[float], total: float) -> float | None:
+def _hidden_share(
+    transfers: Sequence[Sequence[float]], computed: Sequence[float], total: float
+) -> float | None:
     """Return the share that was hidden of what can hide behind the longest resource of each phase.
 
     None if nothing can hide, or nothing did.
@@ -113,9 +139,11 @@ def _factor(predicted: float, measured: float) -> float:
     return min(_MAX_FACTOR, max(_MIN_FACTOR, predicted / measured)) ** _STEP
 
 
-# Before requests are known: few-shot prompts, short answers, and enough of them to fill every block.
+# Before requests are known: few-shot prompts, short answers, and enough of them to fill every
+# block.
 TYPICAL_WORKLOAD = Workload.uniform(512, 32, 1)
-# Unplanned runs longer than this measure the machine, so that a prediction can be reported; measuring takes half of it.
+# Unplanned runs longer than this measure the machine, so that a prediction can be reported;
+# measuring takes half of it.
 _MEASURE_FROM_S = 60.0
 
 
@@ -127,20 +155,33 @@ class ProfileSource(Protocol):
         """Whether the driver has pinned all host memory so far."""
 
     def profile(self, measure: bool) -> HardwareProfile | None:
-        """Return the machine's profile; None if it cannot be measured, or has not been and `measure` is false."""
+        """Return the machine's profile; None if it cannot be measured, or has not been and
+        `measure` is false.
+        """
 
 
 class Planner:
-    """Decides for one engine where weights rest and how each run goes, by the user's choices, or searched.
+    """Decides for one engine where weights rest and how each run goes, by the user's choices, or
+    searched.
 
     searches: block, cache and hidden states of runs are searched for their lengths.
     """
 
     def __init__(
-        self, config: ModelConfig, precision: Precision, machine: Machine, choices: Choices, source: ProfileSource
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        machine: Machine,
+        choices: Choices,
+        source: ProfileSource,
     ) -> None:
         """config: of the whole model."""
-        self._config, self._precision, self._machine, self._choices = config, precision, machine, choices
+        self._config, self._precision, self._machine, self._choices = (
+            config,
+            precision,
+            machine,
+            choices,
+        )
         self._source = source
         self._part, self._ranks = config, 1.0
         self._profile: HardwareProfile | None = None  # with what runs have taught
@@ -153,22 +194,31 @@ class Planner:
         self._part, self._ranks = part, self._config.num_layers / part.num_layers
 
     def place(self, name: str) -> Placement:
-        """Place the weights: by the user's policy, by the rule of thumb if they fit, else as a search finds them.
+        """Place the weights: by the user's policy, by the rule of thumb if they fit, else as a
+        search finds them.
 
         name: of the model, for messages.
         Raises `MemoryLimitError` with the missing bytes.
         """
-        model, machine, policy = StorageSizes(self._part, self._precision), self._machine, self._choices.policy
+        model, machine, policy = (
+            StorageSizes(self._part, self._precision),
+            self._machine,
+            self._choices.policy,
+        )
         if policy is None:
             require_least_memory(model, machine, name)
         placement = place_weights(model, machine, policy)
-        self.searches = policy is None and (placement.streams_weights or self._choices.max_latency is not None)
+        self.searches = policy is None and (
+            placement.streams_weights or self._choices.max_latency is not None
+        )
         if self.searches and (found := self._search(TYPICAL_WORKLOAD, None)) is not None:
             placement = place_weights(model, machine, leaving_room(found.policy, model, machine))
         self._placement = placement
         return placement
 
-    def plan(self, size: RunSize, free: Mapping[Tier, int], schedule: Schedule | None = None) -> RunPlan:
+    def plan(
+        self, size: RunSize, free: Mapping[Tier, int], schedule: Schedule | None = None
+    ) -> RunPlan:
         """Plan a run on the placed weights.
 
         free: bytes left on each tier.
@@ -185,14 +235,22 @@ class Planner:
         return plan_run(self._placement, size, free, choices, solution)
 
     def learn(
-        self, plan: RunPlan, drawn: Workload, at_once: int, record: Mapping[str, Any], *, is_whole: bool = True
+        self,
+        plan: RunPlan,
+        drawn: Workload,
+        at_once: int,
+        record: Mapping[str, Any],
+        *,
+        is_whole: bool = True,
     ) -> CostEstimate | None:
-        """Predict the run that was made, and correct the rates by how far that is off; return None without a profile.
+        """Predict the run that was made, and correct the rates by how far that is off; return None
+        without a profile.
 
         drawn: the lengths that sequences came to.
         at_once: most sequences of a pass.
         record: of the run.
-        is_whole: nothing is learnt from one rank of a pipeline: what it waited for says little about its rates.
+        is_whole: nothing is learnt from one rank of a pipeline: what it waited for says little
+            about its rates.
         """
         rates = self._rates(measure=self.searches or record["latency_s"] > _MEASURE_FROM_S)
         if rates is None:
@@ -224,7 +282,9 @@ class Planner:
             workload,
             precision=self._precision,
             storage_dtype=machine.multiplied_as_stored or machine.compute_dtype,
-            limits=MemoryLimits(machine.limits["gpu"], machine.limits["cpu"], machine.limits["disk"]),
+            limits=MemoryLimits(
+                machine.limits["gpu"], machine.limits["cpu"], machine.limits["disk"]
+            ),
             overlap=machine.overlap,
             cpu_attention=machine.cpu_attention,
             endless=endless,
@@ -234,7 +294,9 @@ class Planner:
         )
 
     def _search(self, workload: Workload, weights: Policy | None) -> Solution | None:
-        """Search a policy; weights: one whose weights are loaded already. Without, the workload goes on for ever."""
+        """Search a policy; weights: one whose weights are loaded already. Without, the workload
+        goes on for ever.
+        """
         if self._rates() is None:
             return None
         schedule, max_latency = self._choices.schedule, self._choices.max_latency

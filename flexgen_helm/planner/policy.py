@@ -1,4 +1,6 @@
-"""The policy: what is placed where, and how many sequences form a block (the paper's 'Search Space'). No torch."""
+"""The policy: what is placed where, and how many sequences form a block (the paper's 'Search
+Space'). No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from itertools import accumulate
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import ModelConfig
 
-# Schedules: in which order the batches of a pass meet the stages of the model, and which sequences are in a pass.
+# Schedules: in which order the batches of a pass meet the stages of the model, and which sequences
+# are in a pass.
 
 # Numbers of stages and of batches -> stage and batch of each work item of a pass.
 Order = Callable[[int, int], Iterator[tuple[int, int]]]
@@ -33,8 +36,9 @@ class Schedule:
 
     name: that flags and files have.
     order: of the work items of a pass.
-    reads_once: a pass reads each weight once, for all batches, whose hidden states are alive meanwhile. Otherwise it
-        reads each weight once a batch, and the hidden states of one batch are alive.
+    reads_once: a pass reads each weight once, for all batches, whose hidden states are alive
+        meanwhile. Otherwise it reads each weight once a batch, and the hidden states of one batch
+        are alive.
     is_single_pass: one pass takes the whole data set, of which no sequence needs a second token.
     """
 
@@ -51,7 +55,9 @@ ROW = Schedule("row", by_batch, reads_once=False)
 ZIGZAG = Schedule("zigzag", by_stage)
 PREFILL_ONLY = Schedule("prefill-only", by_stage, is_single_pass=True)
 
-SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in (ROW, ZIGZAG, PREFILL_ONLY)}
+SCHEDULES: Mapping[str, Schedule] = {
+    schedule.name: schedule for schedule in (ROW, ZIGZAG, PREFILL_ONLY)
+}
 # Those that a search tries unless it is told others; 'row' is never better.
 AUTOMATIC = (ZIGZAG, PREFILL_ONLY)
 
@@ -65,7 +71,8 @@ class Policy:
 
     gpu_batch_size: sequences of one batch.
     num_gpu_batches: batches of one block.
-    wg, wc: fractions of the weights on gpu and cpu; cg, cc: of the KV cache; hg, hc: of the hidden states.
+    wg, wc: fractions of the weights on gpu and cpu; cg, cc: of the KV cache; hg, hc: of the hidden
+        states.
     """
 
     gpu_batch_size: int
@@ -80,15 +87,23 @@ class Policy:
     def __post_init__(self) -> None:
         if self.gpu_batch_size < 1 or self.num_gpu_batches < 1:
             raise UsageError(
-                f"a block of {self.gpu_batch_size} x {self.num_gpu_batches} sequences is empty; both must be 1 or more"
+                f"a block of {self.gpu_batch_size} x {self.num_gpu_batches} sequences is empty; "
+                "both must be 1 or more"
             )
-        for name in ("wg", "wc", "cg", "cc", "hg", "hc"):  # sums and differences of floats leave [0, 1]
+        # sums and differences of floats leave [0, 1]
+        for name in ("wg", "wc", "cg", "cc", "hg", "hc"):
             share = getattr(self, name)
             if share != (whole := round(share)) and abs(share - whole) < _ROUNDING:
                 object.__setattr__(self, name, float(whole))
-        for kind, gpu, cpu in (("w", self.wg, self.wc), ("c", self.cg, self.cc), ("h", self.hg, self.hc)):
+        for kind, gpu, cpu in (
+            ("w", self.wg, self.wc),
+            ("c", self.cg, self.cc),
+            ("h", self.hg, self.hc),
+        ):
             if not (0.0 <= gpu <= 1.0 and 0.0 <= cpu <= 1.0 and gpu + cpu <= 1.0 + _ROUNDING):
-                raise UsageError(f"{kind}g={gpu} and {kind}c={cpu} must lie in [0, 1] and sum to at most 1")
+                raise UsageError(
+                    f"{kind}g={gpu} and {kind}c={cpu} must lie in [0, 1] and sum to at most 1"
+                )
 
     @property
     def wd(self) -> float:
@@ -105,7 +120,10 @@ class Policy:
     @property
     def fractions(self) -> dict[str, float]:
         """All nine fractions by name."""
-        return {name: getattr(self, name) for name in ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")}
+        return {
+            name: getattr(self, name)
+            for name in ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
+        }
 
     @property
     def block_size(self) -> int:
@@ -129,8 +147,8 @@ class Policy:
             return cls(int(batch_size), int(batches), *(float(share) / 100 for share in shares))
         except ValueError as error:
             raise UsageError(
-                f"--policy {text!r} is not of the form GBSxNB,wg,wc,cg,cc,hg,hc with six percentages ({error}); "
-                "for example 48x3,20,80,0,100,0,100"
+                f"--policy {text!r} is not of the form GBSxNB,wg,wc,cg,cc,hg,hc with six "
+                f"percentages ({error}); for example 48x3,20,80,0,100,0,100"
             ) from error
 
 
@@ -154,8 +172,10 @@ class Workload:
     """A histogram of lengths. All means are over sequences.
 
     groups: tokens of the prompt, tokens of the output, and the number of sequences with these.
-    saved_tokens: prompt tokens over all sequences that are not computed because sequences share them.
-    scored_tokens: prompt tokens over all sequences whose log-probabilities are asked for: all pass the head.
+    saved_tokens: prompt tokens over all sequences that are not computed because sequences share
+        them.
+    scored_tokens: prompt tokens over all sequences whose log-probabilities are asked for: all pass
+        the head.
     """
 
     groups: tuple[tuple[int, int, int], ...]
@@ -168,8 +188,8 @@ class Workload:
         for prompt, output, count in self.groups:
             if prompt < 1 or output < 1 or count < 1:
                 raise UsageError(
-                    f"a workload of {count} sequences with {prompt} prompt and {output} output tokens cannot be "
-                    "planned; each must be at least 1"
+                    f"a workload of {count} sequences with {prompt} prompt and {output} output "
+                    "tokens cannot be planned; each must be at least 1"
                 )
 
     @classmethod
@@ -177,16 +197,31 @@ class Workload:
         return cls(((prompt, output, count),))
 
     @classmethod
-    def of(cls, lengths: Iterable[tuple[int, int]], saved_tokens: int = 0, scored_tokens: int = 0) -> Workload:
+    def of(
+        cls, lengths: Iterable[tuple[int, int]], saved_tokens: int = 0, scored_tokens: int = 0
+    ) -> Workload:
         """Count the (prompt, output) lengths of all sequences."""
         counts = sorted(Counter(lengths).items())
-        return cls(tuple((prompt, output, count) for (prompt, output), count in counts), saved_tokens, scored_tokens)
+        return cls(
+            tuple((prompt, output, count) for (prompt, output), count in counts),
+            saved_tokens,
+            scored_tokens,
+        )
 
     def part(self, share: float) -> Workload:
         """Return a share of the sequences, evenly of all lengths, and at least one."""
-        ends = [math.ceil(share * end) for end in accumulate((count for _, _, count in self.groups), initial=0)]
-        groups = [(*group[:2], end - begin) for group, begin, end in zip(self.groups, ends, ends[1:]) if end > begin]
-        return Workload(tuple(groups), round(share * self.saved_tokens), round(share * self.scored_tokens))
+        ends = [
+            math.ceil(share * end)
+            for end in accumulate((count for _, _, count in self.groups), initial=0)
+        ]
+        groups = [
+            (*group[:2], end - begin)
+            for group, begin, end in zip(self.groups, ends, ends[1:])
+            if end > begin
+        ]
+        return Workload(
+            tuple(groups), round(share * self.saved_tokens), round(share * self.scored_tokens)
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -235,29 +270,42 @@ class Workload:
 # Divide the layers of a model among the ranks of a pipeline.
 
 
-def divide_layers(config: ModelConfig, num_ranks: int, counts: Sequence[int] | None = None) -> list[range]:
-    """Return the layers of each rank: those that `counts` gives, else shares that take about as long to decode.
+def divide_layers(
+    config: ModelConfig, num_ranks: int, counts: Sequence[int] | None = None
+) -> list[range]:
+    """Return the layers of each rank: those that `counts` gives, else shares that take about as
+    long to decode.
 
-    The head counts by its operations, so the last rank has fewer layers. Raises `UsageError` if a rank had no layer.
+    The head counts by its operations, so the last rank has fewer layers. Raises `UsageError` if a
+    rank had no layer.
     """
     layers = config.num_layers
     if counts is None:
         if layers < num_ranks:
-            raise UsageError(f"{layers} layers cannot be divided among {num_ranks} ranks; start fewer processes")
-        counts = _balanced(layers, num_ranks, config.head_flops_per_token * layers / config.linear_flops_per_token)
+            raise UsageError(
+                f"{layers} layers cannot be divided among {num_ranks} ranks; start fewer processes"
+            )
+        counts = _balanced(
+            layers, num_ranks, config.head_flops_per_token * layers / config.linear_flops_per_token
+        )
     elif len(counts) != num_ranks or sum(counts) != layers or min(counts) < 1:
         raise UsageError(
-            f"--pipeline-layers {','.join(map(str, counts))} does not fit {layers} layers and {num_ranks} ranks; "
-            f"give {num_ranks} numbers with the sum {layers}"
+            f"--pipeline-layers {','.join(map(str, counts))} does not fit {layers} layers and "
+            f"{num_ranks} ranks; give {num_ranks} numbers with the sum {layers}"
         )
     return [range(end - count, end) for count, end in zip(counts, accumulate(counts))]
 
 
 def _balanced(layers: int, num_ranks: int, head: float) -> list[int]:
-    """Return layers by rank whose largest share is smallest; head: what the last rank has besides, in layers."""
+    """Return layers by rank whose largest share is smallest; head: what the last rank has besides,
+    in layers.
+    """
     before = num_ranks - 1
     if not before:
         return [layers]
-    last = min(range(1, layers - before + 1), key=lambda count: max(count + head, -(-(layers - count) // before)))
+    last = min(
+        range(1, layers - before + 1),
+        key=lambda count: max(count + head, -(-(layers - count) // before)),
+    )
     share, more = divmod(layers - last, before)
     return [share + (rank < more) for rank in range(before)] + [last]

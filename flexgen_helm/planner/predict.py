@@ -57,10 +57,13 @@ class CostEstimate:
     prefill_s, decode_s: of the first block.
     latency_s: of the whole workload.
     tokens_per_s: generated tokens per second.
-    block_s: from a sequence's admission to its end, at most; where all begin together, of the first block.
-    seconds: phase -> resource or part of computing -> seconds of the first block, each as if it were alone.
+    block_s: from a sequence's admission to its end, at most; where all begin together, of the first
+        block.
+    seconds: phase -> resource or part of computing -> seconds of the first block, each as if it
+        were alone.
     missing: tier -> bytes short.
-    passes: over the prompts of a block, or parts of a single pass whose experts are computed in turn.
+    passes: over the prompts of a block, or parts of a single pass whose experts are computed in
+        turn.
     """
 
     prefill_s: float
@@ -80,11 +83,16 @@ class CostEstimate:
 
 
 def predict(
-    problem: PlanningProblem, policy: Policy, schedule: Schedule, rounded: bool = True, passes: int = 0
+    problem: PlanningProblem,
+    policy: Policy,
+    schedule: Schedule,
+    rounded: bool = True,
+    passes: int = 0,
 ) -> CostEstimate:
     """Predict the cost of a policy.
 
-    rounded: place whole matrices and cache blocks as the engine does, instead of the exact fractions.
+    rounded: place whole matrices and cache blocks as the engine does, instead of the exact
+        fractions.
     passes: over a block's prompts; 0 for the fewest that have room.
     """
     shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, schedule, passes=passes)
@@ -92,9 +100,12 @@ def predict(
         fractions = placed_fractions(problem, policy)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
-    # Without reads a tier has the same share of every matrix. Experts are not divided: each is on one tier.
+    # Without reads a tier has the same share of every matrix. Experts are not divided: each is on
+    # one tier.
     has_reads = rounded or problem.config.experts is not None
-    return evaluate(problem, shape, fractions, weight_reads(problem, policy, fractions) if has_reads else None)
+    return evaluate(
+        problem, shape, fractions, weight_reads(problem, policy, fractions) if has_reads else None
+    )
 
 
 def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
@@ -106,7 +117,9 @@ def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
     blocks = []
     for first in range(0, left, batch):
         end = min(left, first + batch)
-        blocks += [min(BLOCK_SEQUENCES, end - start) for start in range(first, end, BLOCK_SEQUENCES)]
+        blocks += [
+            min(BLOCK_SEQUENCES, end - start) for start in range(first, end, BLOCK_SEQUENCES)
+        ]
     return blocks
 
 
@@ -116,10 +129,14 @@ def _placed(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) ->
 
 
 def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
-    """Return the fractions as the engine achieves them: it places whole matrices and whole cache blocks."""
+    """Return the fractions as the engine achieves them: it places whole matrices and whole cache
+    blocks.
+    """
     has_gpu = problem.compute_tier == "gpu"
     weights = _placed(problem.storage, tuple(tier_fractions(policy, "weights", has_gpu).items()))
-    cache = {str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))}
+    cache = {
+        str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))
+    }
     fractions = fraction_vector(policy, has_gpu)
     placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
         "weights": (problem.storage.matrices, weights),
@@ -131,18 +148,28 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     return fractions
 
 
-def weight_reads(problem: PlanningProblem, policy: Policy, fractions: Affine) -> dict[Tier, WeightReads]:
-    """Return what passes read of each tier's weights, per share that `fractions` says the tier has."""
+def weight_reads(
+    problem: PlanningProblem, policy: Policy, fractions: Affine
+) -> dict[Tier, WeightReads]:
+    """Return what passes read of each tier's weights, per share that `fractions` says the tier
+    has.
+    """
     placed = tier_fractions(policy, "weights", problem.compute_tier == "gpu")
     shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
     return {
-        tier: WeightReads(**{field: total / shares[tier] for field, total in reads.items()} if shares[tier] > 0 else {})
+        tier: WeightReads(
+            **{field: total / shares[tier] for field, total in reads.items()}
+            if shares[tier] > 0
+            else {}
+        )
         for tier, reads in _read_bytes(problem.storage, tuple(placed.items())).items()
     }
 
 
 @lru_cache(maxsize=16)
-def _read_bytes(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) -> dict[Tier, Counter[str]]:
+def _read_bytes(
+    storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]
+) -> dict[Tier, Counter[str]]:
     """Return what passes read of each tier, by the fields of `WeightReads`."""
     sums = {tier: Counter[str]() for tier in TIERS}
     placed, experts = _placed(storage, fractions), set[str]()
@@ -161,9 +188,11 @@ def _read_bytes(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]
 
 
 def as_placed(problem: PlanningProblem, policy: Policy) -> Policy:
-    """Return the policy that names the fractions which are achieved, so that what it says is what is placed.
+    """Return the policy that names the fractions which are achieved, so that what it says is what
+    is placed.
 
-    A kind keeps its fractions if the achieved ones, in hundredths of a percent, would be placed in another way.
+    A kind keeps its fractions if the achieved ones, in hundredths of a percent, would be placed in
+    another way.
     """
     placed = placed_fractions(problem, policy)
     for kind, columns in COLUMNS.items():
@@ -197,17 +226,34 @@ def evaluate(
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {
-        phase: {name: passes * float(form @ fractions) for name, form in times.items() if name not in CHANNELS}
+        phase: {
+            name: passes * float(form @ fractions)
+            for name, form in times.items()
+            if name not in CHANNELS
+        }
         for phase, (times, passes) in phases.items()
     }
-    bottleneck = max(RESOURCES, key=lambda name: sum(phase.get(name, 0.0) for phase in seconds.values()))
+    bottleneck = max(
+        RESOURCES, key=lambda name: sum(phase.get(name, 0.0) for phase in seconds.values())
+    )
     return CostEstimate(
-        prefill_s, decode_s, latency_s, tokens / latency_s, block_s, seconds, memory, missing, bottleneck, shape.passes
+        prefill_s,
+        decode_s,
+        latency_s,
+        tokens / latency_s,
+        block_s,
+        seconds,
+        memory,
+        missing,
+        bottleneck,
+        shape.passes,
     )
 
 
 def workload_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> float:
-    """Return the seconds of all blocks, the last of which may be smaller; of one block if the workload is endless."""
+    """Return the seconds of all blocks, the last of which may be smaller; of one block if the
+    workload is endless.
+    """
     block_s = sum(_phase_seconds(problem, costs, fractions))
     if problem.endless:
         return block_s
@@ -219,7 +265,9 @@ def workload_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Aff
 
 
 def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
-    """Return the shape of a block that has no more than `sequences` sequences, in batches of about equal size."""
+    """Return the shape of a block that has no more than `sequences` sequences, in batches of about
+    equal size.
+    """
     if shape.num_sequences <= sequences:
         return shape
     batches = max(1, min(shape.num_gpu_batches, -(-sequences // shape.gpu_batch_size)))
@@ -227,21 +275,31 @@ def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
     batches = -(-sequences // batch_size)  # 10 in up to 7 batches are five batches of 2
     count = sequences if batch_size * batches > sequences else None
     return BlockShape(
-        batch_size, batches, shape.schedule, count, -int(-shape.passes * sequences // shape.num_sequences)
+        batch_size,
+        batches,
+        shape.schedule,
+        count,
+        -int(-shape.passes * sequences // shape.num_sequences),
     )
 
 
-def _phase_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> tuple[float, float]:
+def _phase_seconds(
+    problem: PlanningProblem, costs: BlockCosts, fractions: Affine
+) -> tuple[float, float]:
     """Return the seconds of a block's prefill and of its decoding."""
     prefill_s = pass_seconds(costs.prefill, fractions, problem.overlap_share)
-    return prefill_s, pass_seconds(costs.decode, fractions, problem.overlap_share) * costs.decode_passes
+    return prefill_s, pass_seconds(
+        costs.decode, fractions, problem.overlap_share
+    ) * costs.decode_passes
 
 
 def _fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> int:
     """Return the fewest passes over a block's prompts that have room, or the most there may be."""
 
     def fits(passes: int) -> bool:
-        return not _memory(problem, block_costs(problem, replace(shape, passes=passes)), fractions)[1]
+        return not _memory(problem, block_costs(problem, replace(shape, passes=passes)), fractions)[
+            1
+        ]
 
     most = problem.most_passes(shape)
     return 1 if most == 1 or fits(1) else 2 + bisect_left(range(2, most), True, key=fits)

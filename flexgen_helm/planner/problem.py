@@ -49,13 +49,18 @@ from flexgen_helm.quant.precisions import Precision
 
 # Affine forms over the nine placement fractions, which every cost is made of.
 
-# [10]: coefficients of the fractions of weights, KV cache and hidden states on gpu, cpu and disk, and a constant.
+# [10]: coefficients of the fractions of weights, KV cache and hidden states on gpu, cpu and disk,
+# and a constant.
 Affine = NDArray[np.float64]
 WG, WC, WD, CG, CC, CD, HG, HC, HD, ONE = range(10)
 WEIGHTS: Mapping[Tier, int] = {"gpu": WG, "cpu": WC, "disk": WD}
 CACHE: Mapping[Tier, int] = {"gpu": CG, "cpu": CC, "disk": CD}
 HIDDEN: Mapping[Tier, int] = {"gpu": HG, "cpu": HC, "disk": HD}
-COLUMNS: Mapping[Kind, Mapping[Tier, int]] = {"weights": WEIGHTS, "cache": CACHE, "activations": HIDDEN}
+COLUMNS: Mapping[Kind, Mapping[Tier, int]] = {
+    "weights": WEIGHTS,
+    "cache": CACHE,
+    "activations": HIDDEN,
+}
 
 
 def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> Affine:
@@ -69,23 +74,34 @@ def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> A
 
 def fraction_vector(policy: Policy, has_gpu: bool) -> Affine:
     """Return the fractions of a policy as the vector that forms are multiplied with."""
-    return np.array([*(part for kind in KINDS for part in tier_fractions(policy, kind, has_gpu).values()), 1.0])
+    return np.array(
+        [*(part for kind in KINDS for part in tier_fractions(policy, kind, has_gpu).values()), 1.0]
+    )
 
 
 def fractions_by_kind(fractions: Affine) -> dict[Kind, dict[Tier, float]]:
     """Return the fractions of weights, cache and hidden states by tier."""
-    return {kind: {tier: float(fractions[columns[tier]]) for tier in TIERS} for kind, columns in COLUMNS.items()}
+    return {
+        kind: {tier: float(fractions[columns[tier]]) for tier in TIERS}
+        for kind, columns in COLUMNS.items()
+    }
 
 
 @lru_cache(maxsize=8)  # scenarios of a suite, and machines that are compared, have the same model
 def matrix_kinds(config: ModelConfig) -> Mapping[str, str]:
-    """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of its expert."""
+    """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of
+    its expert.
+    """
     kinds = {}
     for stage in stage_names(config):
         kind = {EMBED: "embedding", HEAD: "head"}.get(stage, "layer")
         for name, shape in config.stage_tensors(stage):
             if len(shape) > 1:
-                kinds[name] = "head" if name == EMBED_TABLE and borrows_table(config) else expert_of(name) or kind
+                kinds[name] = (
+                    "head"
+                    if name == EMBED_TABLE and borrows_table(config)
+                    else expert_of(name) or kind
+                )
     return kinds
 
 
@@ -103,19 +119,29 @@ _STEPS = 40
 
 @lru_cache(maxsize=4096)
 def expected_experts(count: int, per_token: int, tokens: float, skew: float = 0.0) -> float:
-    """Return how many of `count` experts `tokens` tokens use on average, each of which uses `per_token`."""
+    """Return how many of `count` experts `tokens` tokens use on average, each of which uses
+    `per_token`.
+    """
     return sum(1 - (1 - share) ** tokens for share in _shares(count, per_token, skew))
 
 
 def fitted_skew(count: int, per_token: int, touched: Mapping[int, tuple[int, int]]) -> float:
-    """Return the exponent with which as many experts are expected as were counted; 0 if they were more.
+    """Return the exponent with which as many experts are expected as were counted; 0 if they were
+    more.
 
-    touched: tokens of a batch -> uses of a layer by such batches, and experts that these used, all together.
+    touched: tokens of a batch -> uses of a layer by such batches, and experts that these used, all
+        together.
     """
     counted = sum(experts for _, experts in touched.values())
 
     def excess(skew: float) -> float:
-        return sum(n * expected_experts(count, per_token, tokens, skew) for tokens, (n, _) in touched.items()) - counted
+        return (
+            sum(
+                n * expected_experts(count, per_token, tokens, skew)
+                for tokens, (n, _) in touched.items()
+            )
+            - counted
+        )
 
     low, high = 0.0, _MAX_SKEW
     if excess(low) <= 0:
@@ -128,13 +154,17 @@ def fitted_skew(count: int, per_token: int, touched: Mapping[int, tuple[int, int
 
 @lru_cache(maxsize=256)
 def _shares(count: int, per_token: int, skew: float) -> tuple[float, ...]:
-    """Return the probability that a token selects each expert, most likely first: at most 1, `per_token` in all."""
+    """Return the probability that a token selects each expert, most likely first: at most 1,
+    `per_token` in all.
+    """
     weights = [(rank + 1) ** -skew for rank in range(count)]
     certain = 0  # experts that every token selects: their share would exceed 1
     while certain < per_token and (per_token - certain) * weights[certain] > sum(weights[certain:]):
         certain += 1
     left = sum(weights[certain:])
-    return (1.0,) * certain + tuple((per_token - certain) * weight / left for weight in weights[certain:])
+    return (1.0,) * certain + tuple(
+        (per_token - certain) * weight / left for weight in weights[certain:]
+    )
 
 
 # Name of this machine's measured profile.
@@ -149,11 +179,12 @@ def without_margin(free: float, total: float) -> int:
 
 
 def between_elements(config: ModelConfig) -> float:
-    """Return the elements that a layer reads and writes of a token between its products, on average.
+    """Return the elements that a layer reads and writes of a token between its products, on
+    average.
 
-    Two norms (4 times the hidden states), two sums (6), the check of every value (1); queries and keys rotated, keys
-    and values stored (each read and written); gate and up. For each expert of a token besides: its hidden state
-    gathered (2) and its result weighed (2) and added (3).
+    Two norms (4 times the hidden states), two sums (6), the check of every value (1); queries and
+    keys rotated, keys and values stored (each read and written); gate and up. For each expert of a
+    token besides: its hidden state gathered (2) and its result weighed (2) and added (3).
     """
     inner = [
         3 * config.ffn_size
@@ -190,12 +221,13 @@ class PlanningProblem:
 
     compute_bytes: of an element in the compute dtype.
     limits: bytes by tier.
-    ranks: machines of a pipeline, of which this one has its limits and 1 / ranks of the layers; not always whole,
-        because layers may not divide evenly.
+    ranks: machines of a pipeline, of which this one has its limits and 1 / ranks of the layers; not
+        always whole, because layers may not divide evenly.
     endless: the workload repeats without end, so that one block gives the rate.
     max_batch_tokens: prompt tokens of one batch, however many sequences it has.
     pins_host_memory: the driver pins what crosses the link; False where it was seen to refuse.
-    expert_skew: how unevenly tokens select experts (`expected_experts`); 0 where no run has counted.
+    expert_skew: how unevenly tokens select experts (`expected_experts`); 0 where no run has
+        counted.
     storage_dtype: of weights in 16 bits.
     """
 
@@ -216,7 +248,10 @@ class PlanningProblem:
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= self.config.num_layers:
-            raise UsageError(f"{self.config.num_layers} layers cannot be spread over {self.ranks} pipeline stages")
+            raise UsageError(
+                f"{self.config.num_layers} layers cannot be spread over {self.ranks} pipeline "
+                "stages"
+            )
 
     # --- The machine ---
     @cached_property
@@ -224,7 +259,9 @@ class PlanningProblem:
         limits = {tier: int(limit) for tier, limit in self.limits.items()}
         dtype = "float32" if self.compute_bytes == 4 else "float16"
         as_stored = self.storage_dtype if self.multiplies_as_stored else None
-        return Machine(limits, self.compute_tier, dtype, self.overlap, self.cpu_attention, as_stored)
+        return Machine(
+            limits, self.compute_tier, dtype, self.overlap, self.cpu_attention, as_stored
+        )
 
     @property
     def multiplies_as_stored(self) -> bool:
@@ -237,7 +274,9 @@ class PlanningProblem:
 
     @property
     def places_experts(self) -> bool:
-        """Whether a mixture is placed for runs of all lengths: their passes read what is offloaded."""
+        """Whether a mixture is placed for runs of all lengths: their passes read what is
+        offloaded.
+        """
         return self.endless and self.config.experts is not None
 
     @property
@@ -267,7 +306,9 @@ class PlanningProblem:
         return float(hardware.cpu.memory_bytes if tier == "cpu" else hardware.disk.bytes)
 
     def largest_limit(self, tier: Tier) -> float:
-        """Bytes of a tier that leave the machine its margin, on a disk the least one of what is free."""
+        """Bytes of a tier that leave the machine its margin, on a disk the least one of what is
+        free.
+        """
         capacity = self.capacity(tier)
         return without_margin(capacity, capacity if tier != "disk" else 0)
 
@@ -284,7 +325,9 @@ class PlanningProblem:
     def layer_format(self) -> StoredFormat | None:
         """Format of most matrices of the layers; None for 16 bits."""
         formats = Counter(
-            self.precision.format_of(name) for name in self.storage.matrices if name.startswith("layers.")
+            self.precision.format_of(name)
+            for name in self.storage.matrices
+            if name.startswith("layers.")
         )
         return formats.most_common(1)[0][0]
 
@@ -310,7 +353,10 @@ class PlanningProblem:
     @cached_property
     def layer_bytes(self) -> float:
         """Bytes of a layer as stored, on average."""
-        return sum(self.storage.stages[stage][0] for stage in layer_stages(self.config)) / self.config.num_layers
+        return (
+            sum(self.storage.stages[stage][0] for stage in layer_stages(self.config))
+            / self.config.num_layers
+        )
 
     @cached_property
     def layer_matrices(self) -> float:
@@ -323,11 +369,15 @@ class PlanningProblem:
         )
         return sum(1 for _ in names) / self.config.num_layers
 
-    # --- Experts. A pass reads those that its tokens select; figures of a layer are means over all layers. ---
+    # --- Experts. A pass reads those that its tokens select; figures of a layer are means over all
+    # layers. ---
     @cached_property
     def layer_expert_bytes(self) -> float:
         """Bytes of a layer's experts as stored."""
-        return sum(self.storage.stages[stage][1] for stage in layer_stages(self.config)) / self.config.num_layers
+        return (
+            sum(self.storage.stages[stage][1] for stage in layer_stages(self.config))
+            / self.config.num_layers
+        )
 
     @cached_property
     def layer_expert_elements(self) -> float:
@@ -344,7 +394,10 @@ class PlanningProblem:
         experts = self.config.experts
         if experts is None:
             return 1.0
-        return expected_experts(experts.count, experts.per_token, tokens, self.expert_skew) / experts.count
+        return (
+            expected_experts(experts.count, experts.per_token, tokens, self.expert_skew)
+            / experts.count
+        )
 
     @cached_property
     def expert_flops_per_token(self) -> float:
@@ -352,7 +405,13 @@ class PlanningProblem:
         experts = self.config.experts
         if experts is None:
             return 0.0
-        return 2 * self.layer_expert_elements * self.config.num_layers * experts.per_token / experts.count
+        return (
+            2
+            * self.layer_expert_elements
+            * self.config.num_layers
+            * experts.per_token
+            / experts.count
+        )
 
     def expert_rows(self, tokens: float) -> float:
         """Tokens of one product with an expert, of a batch of `tokens` tokens."""
@@ -362,7 +421,8 @@ class PlanningProblem:
         return tokens * experts.per_token / (experts.count * self.experts_used(tokens))
 
     def most_passes(self, shape: BlockShape) -> int:
-        """Return how often a block's prompts may be divided so that tokens whose experts are offloaded have room.
+        """Return how often a block's prompts may be divided so that tokens whose experts are
+        offloaded have room.
 
         A pass has three times as many tokens of prompts as sequences may decode along.
         """
@@ -372,14 +432,22 @@ class PlanningProblem:
     @cached_property
     def batch_tokens(self) -> int:
         """Prompt tokens of one batch: fewer where experts are offloaded."""
-        streams = self.config.experts is not None and self.stored_bytes > self.ranks * self.limits[self.compute_tier]
-        return min(self.max_batch_tokens, STREAMED_BATCH_TOKENS) if streams else self.max_batch_tokens
+        streams = (
+            self.config.experts is not None
+            and self.stored_bytes > self.ranks * self.limits[self.compute_tier]
+        )
+        return (
+            min(self.max_batch_tokens, STREAMED_BATCH_TOKENS) if streams else self.max_batch_tokens
+        )
 
     @cached_property
     def offloads_only_experts(self) -> bool:
         """Whether the compute tier has room for half as much again as what every token needs."""
         always = self.stored_bytes - self.layer_expert_bytes * self.config.num_layers
-        return self.config.experts is not None and 1.5 * always / self.ranks <= self.limits[self.compute_tier]
+        return (
+            self.config.experts is not None
+            and 1.5 * always / self.ranks <= self.limits[self.compute_tier]
+        )
 
     @cached_property
     def head_elements(self) -> int:
@@ -392,7 +460,9 @@ class PlanningProblem:
         return self.storage.stages[HEAD][0] + tied if self.config.has_head else 0
 
     def _stage_elements(self, stage: str) -> int:
-        return sum(math.prod(shape) for _, shape in self.config.stage_tensors(stage) if len(shape) > 1)
+        return sum(
+            math.prod(shape) for _, shape in self.config.stage_tensors(stage) if len(shape) > 1
+        )
 
     # --- KV cache ---
     @property
@@ -413,9 +483,15 @@ class PlanningProblem:
 
     @property
     def fetched_cache_bytes(self) -> float:
-        """The same, averaged over what decoding fetches: sparse attention leaves most values out."""
+        """The same, averaged over what decoding fetches: sparse attention leaves most values
+        out.
+        """
         cache = self.precision.cache
-        return self.compute_bytes if cache is None else cache.bytes_per_value(self.compute_bytes, cache.value_share)
+        return (
+            self.compute_bytes
+            if cache is None
+            else cache.bytes_per_value(self.compute_bytes, cache.value_share)
+        )
 
     @cached_property
     def window_tokens(self) -> int:
@@ -423,31 +499,47 @@ class PlanningProblem:
         return 0 if self.precision.cache is None else self.precision.cache.window_tokens
 
     def window_bytes(self, elements: float, tokens: float | None = None) -> float:
-        """Bytes of so many tokens of a residual window, or of all; elements: of a token's keys and values."""
+        """Bytes of so many tokens of a residual window, or of all; elements: of a token's keys and
+        values.
+        """
         copies = 0 if self.precision.cache is None else self.precision.cache.window_copies
-        return (self.window_tokens if tokens is None else tokens) * copies * elements * self.compute_bytes
+        return (
+            (self.window_tokens if tokens is None else tokens)
+            * copies
+            * elements
+            * self.compute_bytes
+        )
 
     def older_positions(self, context: float) -> float:
-        """Positions of `context` that decoding reads quantized, on average, or all without a residual window."""
+        """Positions of `context` that decoding reads quantized, on average, or all without a
+        residual window.
+        """
         cache, visible = self.precision.cache, self.visible_positions(context)
         if cache is None or not self.window_tokens:
             return visible
         return max(0.0, visible - (cache.residual_window + self.window_tokens) / 2)
 
     def visible_positions(self, context: float) -> float:
-        """Positions of `context` that a token sees, averaged over layers with and without a window."""
+        """Positions of `context` that a token sees, averaged over layers with and without a
+        window.
+        """
         windows = self.config.windows
         if not windows:
             return context
-        return sum(context if window is None else min(context, window) for window in windows) / len(windows)
+        return sum(context if window is None else min(context, window) for window in windows) / len(
+            windows
+        )
 
     @property
     def attention_pairs(self) -> float:
-        """Computed prompt tokens x positions they see, per sequence and layer (the full square, as kernels compute)."""
+        """Computed prompt tokens x positions they see, per sequence and layer (the full square, as
+        kernels compute).
+        """
         workload = self.workload
         return workload.computed * self.visible_positions(workload.pairs / workload.computed)
 
-    # --- What this engine does. `benchmarks.paper` overrides these members to describe other engines. ---
+    # --- What this engine does. `benchmarks.paper` overrides these members to describe other
+    # engines. ---
     @cached_property
     def copies_fit(self) -> bool:
         """Whether fully resident weights are kept in the compute dtype."""
@@ -460,13 +552,19 @@ class PlanningProblem:
 
     @cached_property
     def ring_bytes(self) -> float:
-        """Bytes of the staging ring for offloaded weights; a larger layer is loaded again for every batch."""
+        """Bytes of the staging ring for offloaded weights; a larger layer is loaded again for every
+        batch.
+        """
         return self.staging.ring
 
     @property
     def host_attention_tiers(self) -> tuple[Tier, ...]:
-        """Offloaded tiers whose cache the host attends to in decoding, so that it is not fetched."""
-        on_host = self.cpu_attention and self.hardware.gpu is not None and self.precision.cache is None
+        """Offloaded tiers whose cache the host attends to in decoding, so that it is not
+        fetched.
+        """
+        on_host = (
+            self.cpu_attention and self.hardware.gpu is not None and self.precision.cache is None
+        )
         return ("cpu",) if on_host else ()
 
     def link_rates(self, link: Link, tier: Tier) -> tuple[float, float]:
@@ -483,8 +581,8 @@ class PlanningProblem:
         """Positions of a sequence's cache that a decode step fetches to the gpu.
 
         attended: that it attends to, on average.
-        stored: that its slot has. From half of them on, pinned memory is fetched whole: one copy without gaps is faster
-            (`kv_cache.storage`).
+        stored: that its slot has. From half of them on, pinned memory is fetched whole: one copy
+            without gaps is faster (`kv_cache.storage`).
         """
         return stored if tier == "cpu" and attended > stored / 2 else attended
 
@@ -495,11 +593,16 @@ class PlanningProblem:
     def decode_steps(self, batches: float, sequences: float, resident: bool) -> float:
         """Launches of one decode pass in one layer: each cache block attends by itself.
 
-        resident: all weights are on the compute tier, and then as a rule the cache is, whose blocks are larger there.
+        resident: all weights are on the compute tier, and then as a rule the cache is, whose blocks
+            are larger there.
         """
-        return batches + math.ceil(sequences / (LARGE_BLOCK_SEQUENCES if resident else BLOCK_SEQUENCES))
+        return batches + math.ceil(
+            sequences / (LARGE_BLOCK_SEQUENCES if resident else BLOCK_SEQUENCES)
+        )
 
-    def staging_memory(self, shape: BlockShape, sequences: float, resident: bool) -> dict[Tier, tuple[Affine, ...]]:
+    def staging_memory(
+        self, shape: BlockShape, sequences: float, resident: bool
+    ) -> dict[Tier, tuple[Affine, ...]]:
         """Bytes by tier besides what is stored there: alternatives, each of which must fit.
 
         sequences: of the block.
@@ -513,7 +616,9 @@ class PlanningProblem:
         if not shape.schedule.is_single_pass:
             staging += affine(sequences * state_bytes(config) / self.ranks)
         # Two layers of an offloaded cache block: the one in use and the next.
-        slot_bytes = self.workload.longest * self.kv_elements * work + self.window_bytes(self.kv_elements)
+        slot_bytes = self.workload.longest * self.kv_elements * work + self.window_bytes(
+            self.kv_elements
+        )
         block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * slot_bytes
         for tier, column in CACHE.items():
             if tier not in (self.compute_tier, *self.host_attention_tiers):
@@ -529,7 +634,13 @@ class PlanningProblem:
     @cached_property
     def workspace(self) -> Workspace:
         converts = self.precision.packs or self.compute_bytes > 2
-        return Workspace(self.config, self.compute_bytes, self.compute_tier, self.precision.cache, converts=converts)
+        return Workspace(
+            self.config,
+            self.compute_bytes,
+            self.compute_tier,
+            self.precision.cache,
+            converts=converts,
+        )
 
     def workspace_bytes(self, shape: BlockShape, sequences: float) -> float:
         """Bytes that computing takes on the compute tier besides what its limit counts.

@@ -1,4 +1,6 @@
-"""Plan one run: schedule, policy, placement of cache and hidden states, and the limits of a pass. No torch."""
+"""Plan one run: schedule, policy, placement of cache and hidden states, and the limits of a pass.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,14 @@ class RunSize:
     """Size of a run.
 
     longest: positions of the longest sequence.
-    prompt_tokens: over all requests; a request counts one a completion if these are more than its tokens.
-    max_early_stop_tokens: most tokens of an answer that may end before its `max_tokens`; 0 if none may.
+    prompt_tokens: over all requests; a request counts one a completion if these are more than its
+        tokens.
+    max_early_stop_tokens: most tokens of an answer that may end before its `max_tokens`; 0 if none
+        may.
     longest_decoded: positions of the longest sequence that decodes; 0 if none does.
     longest_steps: most decode steps of a sequence.
-    decodes: some sequence draws a second token, so that it has a cache; without, only shared prefixes have.
+    decodes: some sequence draws a second token, so that it has a cache; without, only shared
+        prefixes have.
     workload: lengths that the search plans for, of some requests at least; None without.
     """
 
@@ -66,7 +71,9 @@ class RunSize:
     workload: Workload | None = None
 
     def fits(self, limits: SchedulerLimits) -> bool:
-        """Whether every request can run, one completion after the other, behind one shared prefix."""
+        """Whether every request can run, one completion after the other, behind one shared
+        prefix.
+        """
         overhead = self.longest_steps * limits.step_overhead + 2 * (1 + limits.slot_overhead)
         return not self.longest_decoded or self.longest_decoded + overhead <= limits.cache_tokens
 
@@ -95,10 +102,11 @@ class RunMemory:
         return self.placement.machine.compute_tier
 
     def activation_fractions(self) -> Fractions:
-        """Place hidden states: as planned, but for prefill-only as close to the compute device as they fit.
+        """Place hidden states: as planned, but for prefill-only as close to the compute device as
+        they fit.
 
-        A prefill-only pass holds the hidden states of the whole data set: they fill their share of the compute tier,
-        then of host memory, then the disk.
+        A prefill-only pass holds the hidden states of the whole data set: they fill their share of
+        the compute tier, then of host memory, then the disk.
         """
         total = self.size.prompt_tokens * self.hidden_bytes
         if not self.schedule.is_single_pass or not total:
@@ -112,15 +120,23 @@ class RunMemory:
     def limits(self) -> SchedulerLimits:
         """Derive what a pass may hold.
 
-        Raises `MemoryLimitError` with the missing bytes if the compute device has no room for one sequence.
+        Raises `MemoryLimitError` with the missing bytes if the compute device has no room for one
+        sequence.
         """
         placement, cache = self.placement, self.cache
-        room = {tier: max(0.0, self.cache_bytes[tier]) / share for tier, share in placement.cache.items() if share > 0}
-        max_states = int(self._states_bytes // cache.state_bytes) if self._states_bytes else UNLIMITED
+        room = {
+            tier: max(0.0, self.cache_bytes[tier]) / share
+            for tier, share in placement.cache.items()
+            if share > 0
+        }
+        max_states = (
+            int(self._states_bytes // cache.state_bytes) if self._states_bytes else UNLIMITED
+        )
         fill_tokens = cache.fill_tokens
         memory_room = min((room[tier] for tier in room if tier != "disk"), default=math.inf)
         if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
-            fill_tokens = 0  # memory runs out before the disk does, even if every page on it holds a single token
+            # memory runs out before the disk does, even if every page on it holds a single token
+            fill_tokens = 0
         beside = cache.state_bytes + cache.window_bytes * (2 if fill_tokens else 1)
         batch_tokens, batch_sequences, max_sequences = self._batch_limits()
         is_resident = not placement.streams_weights and placement.cache[self._compute_tier] == 1.0
@@ -138,7 +154,9 @@ class RunMemory:
         )
 
     def _batch_limits(self) -> tuple[int, int, int]:
-        """Return the most tokens and sequences of a batch, and the most sequences that have a cache."""
+        """Return the most tokens and sequences of a batch, and the most sequences that have a
+        cache.
+        """
         policy = self.policy
         if policy is not None:
             blocks = LONG_BLOCKS if self.is_searched and self._page_tokens else 1
@@ -161,11 +179,13 @@ class RunMemory:
             return PASS_TOKENS
         shares = self.placement.activations.items()
         pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
-        # The first batch is workspace but for its copy at rest, and may be half full; the last leaves its rest late.
+        # The first batch is workspace but for its copy at rest, and may be half full; the last
+        # leaves its rest late.
         beside = 1 - 2 / self.placement.model.config.waiting_copies
         together = self.expert_tokens + int(STREAMED_BATCH_TOKENS / 2 * beside)
         tokens = min(int(pass_bytes / self.hidden_bytes), together)
-        if together < self.size.prompt_tokens and self.size.decodes:  # running ones have experts, too
+        # running ones have experts, too
+        if together < self.size.prompt_tokens and self.size.decodes:
             tokens = max(tokens // 2, tokens - max_sequences)
         return max(1, tokens)
 
@@ -176,43 +196,56 @@ class RunMemory:
 
     @property
     def _copies(self) -> Fractions:
-        """Copies of a token's hidden state that each tier has of a pass, or of its part whose experts are computed."""
+        """Copies of a token's hidden state that each tier has of a pass, or of its part whose
+        experts are computed.
+        """
         copies = self.placement.activations
         if not self._has_experts:
             return copies
         waiting = self.placement.model.config.waiting_copies
-        return {**copies, self._compute_tier: waiting + self.schedule.is_single_pass}  # and one at rest
+        # and one at rest
+        return {**copies, self._compute_tier: waiting + self.schedule.is_single_pass}
 
     @cached_property
     def expert_tokens(self) -> int:
         """Tokens that may wait for a layer's experts beside the first batch, which is workspace."""
         if not self._has_experts:
             return UNLIMITED
-        return int(self._waiting_bytes[self._compute_tier] / (self._copies[self._compute_tier] * self.hidden_bytes))
+        return int(
+            self._waiting_bytes[self._compute_tier]
+            / (self._copies[self._compute_tier] * self.hidden_bytes)
+        )
 
     @cached_property
     def _page_tokens(self) -> int:
-        """Tokens by which caches grow; 0 where they do not: files of the disk tier have their whole size at once."""
+        """Tokens by which caches grow; 0 where they do not: files of the disk tier have their whole
+        size at once.
+        """
         if self.placement.cache["disk"] > 0 or self.schedule.is_single_pass:
             return 0
         return LONG_PAGE_TOKENS if self.size.max_early_stop_tokens > LONG_ANSWER_TOKENS else 0
 
     @cached_property
     def _staging(self) -> tuple[int, int]:
-        """Sequences of a cache block, and bytes of a staged one on the compute tier; 0 if none is brought there.
+        """Sequences of a cache block, and bytes of a staged one on the compute tier; 0 if none is
+        brought there.
 
-        These are the layer in use and, where it has room, the next. A staged block has only so many sequences that
-        there is room if all are longest.
+        These are the layer in use and, where it has room, the next. A staged block has only so many
+        sequences that there is room if all are longest.
         """
         machine, precision = self.placement.machine, self.placement.model.precision
         # Attention over a plain cache in host memory runs there; a quantized one is fetched.
         host_attends = machine.cpu_attention and machine.has_gpu and precision.cache is None
         attended = (machine.compute_tier, "cpu") if host_attends else (machine.compute_tier,)
-        if not any(share > 0 and tier not in attended for tier, share in self.placement.cache.items()):
+        if not any(
+            share > 0 and tier not in attended for tier, share in self.placement.cache.items()
+        ):
             return BLOCK_SEQUENCES, 0
         share = STAGED_CACHE_SHARE if self._page_tokens else MAX_STAGED_CACHE_SHARE
         room = share * (self.free[self._compute_tier] - self.cache.state_bytes)
-        sequence_bytes = (self.size.longest + 1) * self.cache.layer_bytes_per_token + self.cache.layer_window_bytes
+        sequence_bytes = (
+            self.size.longest + 1
+        ) * self.cache.layer_bytes_per_token + self.cache.layer_window_bytes
         if 2 * sequence_bytes <= room:
             sequence_bytes *= 2
         sequences = max(1, min(BLOCK_SEQUENCES, int(room / sequence_bytes)))
@@ -221,9 +254,11 @@ class RunMemory:
 
     @cached_property
     def _waiting_bytes(self) -> dict[Tier, float]:
-        """Bytes of each tier that hidden states of waiting batches may take, or of tokens whose experts are computed.
+        """Bytes of each tier that hidden states of waiting batches may take, or of tokens whose
+        experts are computed.
 
-        Under a policy they may take what the block's cache and staging leave, and always at least their share.
+        Under a policy they may take what the block's cache and staging leave, and always at least
+        their share.
         """
         if not self.schedule.reads_once:  # one batch at a time: nothing waits
             return dict.fromkeys(TIERS, 0.0)
@@ -232,28 +267,40 @@ class RunMemory:
             computes = tier == self._compute_tier
             allowed = ACTIVATIONS_SHARE * self.free[tier]
             if self._has_experts and computes:  # beside one sequence's cache in use
-                allowed = EXPERTS_SHARE * (self.free[tier] - self._staging[1] - self.cache.state_bytes)
+                allowed = EXPERTS_SHARE * (
+                    self.free[tier] - self._staging[1] - self.cache.state_bytes
+                )
             if policy is not None and not self.schedule.is_single_pass:
                 left: float = self.free[tier] - computes * self._staging[1]
                 positions = policy.block_size * size.longest
                 if size.decodes:
                     windows = (1 + (tier == "disk")) * policy.block_size * self.cache.window_bytes
-                    left -= (positions * self.cache.bytes_per_token + windows) * self.placement.cache[tier]
+                    left -= (
+                        positions * self.cache.bytes_per_token + windows
+                    ) * self.placement.cache[tier]
                     left -= computes * policy.block_size * self.cache.state_bytes
                 else:  # the planned block has room, and shared prefixes have the rest
                     left = min(positions * self.hidden_bytes * self._copies[tier], left)
                 allowed = max(ACTIVATIONS_SHARE * self.free[tier], left)
             # At least one sequence, however long: a preempted one is computed again in one piece.
             most = max(size.prompt_tokens, size.longest) * max(1, self._copies[tier])
-            waiting[tier] = min(max(allowed, size.longest * self.hidden_bytes), most * self.hidden_bytes)
+            waiting[tier] = min(
+                max(allowed, size.longest * self.hidden_bytes), most * self.hidden_bytes
+            )
         return waiting
 
     @cached_property
     def _available(self) -> dict[Tier, float]:
-        """Bytes of each tier that waiting hidden states and staging leave; negative where they exceed it."""
-        waiting = {tier: self._waiting_bytes[tier] for tier, copies in self._copies.items() if copies > 0}
+        """Bytes of each tier that waiting hidden states and staging leave; negative where they
+        exceed it.
+        """
+        waiting = {
+            tier: self._waiting_bytes[tier] for tier, copies in self._copies.items() if copies > 0
+        }
         staged = {self._compute_tier: self._staging[1]}
-        return {tier: self.free[tier] - waiting.get(tier, 0) - staged.get(tier, 0) for tier in TIERS}
+        return {
+            tier: self.free[tier] - waiting.get(tier, 0) - staged.get(tier, 0) for tier in TIERS
+        }
 
     @cached_property
     def _states_bytes(self) -> float:
@@ -263,26 +310,33 @@ class RunMemory:
         """
         if not self.cache.state_bytes or self.placement.cache[self._compute_tier] == 1:
             return 0.0
-        room, block = self._available[self._compute_tier], 1 if self.policy is None else self.policy.block_size
+        room, block = (
+            self._available[self._compute_tier],
+            1 if self.policy is None else self.policy.block_size,
+        )
         return max(room / 2, min(room, block * self.cache.state_bytes), self.cache.state_bytes)
 
     @cached_property
     def cache_bytes(self) -> dict[Tier, float]:
         """Bytes of each tier that cache blocks may take; raises as `limits`."""
         compute_tier = self._compute_tier
-        found = {**self._available, compute_tier: self._available[compute_tier] - self._states_bytes}
+        found = {
+            **self._available,
+            compute_tier: self._available[compute_tier] - self._states_bytes,
+        }
         for tier in TIERS:
             if found[tier] < 0 and (tier == compute_tier or self.placement.activations[tier] > 0):
                 missing = exact_size(math.ceil(-found[tier]))
                 raise MemoryLimitError(
-                    f"the {tier} tier has no room for one sequence: its cache in use and its hidden states need "
-                    f"{missing} more there: raise {limit_flag(tier)} or lower max_tokens"
+                    f"the {tier} tier has no room for one sequence: its cache in use and its "
+                    f"hidden states need {missing} more there: raise {limit_flag(tier)} or lower "
+                    "max_tokens"
                 )
         return found
 
 
-# Shares of the cache in host memory that are tried where the planned tiers have no room for the largest request; the
-# rest is on the disk.
+# Shares of the cache in host memory that are tried where the planned tiers have no room for the
+# largest request; the rest is on the disk.
 _HOST_SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 
 
@@ -296,7 +350,8 @@ class RunPlan:
     limits: what a pass may hold.
     cache_room: bytes of each tier that cache blocks may take.
     expert_tokens: that may wait for a layer's experts beside the first batch, each with its
-        `ModelConfig.waiting_copies` on the compute tier; `UNLIMITED` where no experts are offloaded from it.
+        `ModelConfig.waiting_copies` on the compute tier; `UNLIMITED` where no experts are offloaded
+        from it.
     """
 
     compute_tier: Tier
@@ -310,7 +365,8 @@ class RunPlan:
     expert_tokens: int = UNLIMITED
 
     def comparable_policy(self, at_once: int) -> Policy:
-        """Return the policy that a run really had, or the closest one to the rule of thumb's, to predict its time.
+        """Return the policy that a run really had, or the closest one to the rule of thumb's, to
+        predict its time.
 
         at_once: most sequences of a pass; the cache may have had room for fewer than were planned.
         """
@@ -318,7 +374,9 @@ class RunPlan:
         if policy is not None and (self.schedule.is_single_pass or at_once >= policy.block_size):
             return policy
         sequences = min(self.limits.max_sequences, at_once)
-        batches = -(-sequences // (self.limits.batch_sequences if policy is None else policy.gpu_batch_size))
+        batches = -(
+            -sequences // (self.limits.batch_sequences if policy is None else policy.gpu_batch_size)
+        )
         batch = -(-sequences // batches)
         if policy is not None:
             return replace(policy, gpu_batch_size=batch, num_gpu_batches=batches)
@@ -328,34 +386,51 @@ class RunPlan:
         return Policy(batch, batches, wg, wc, 1.0 - cc, cc, 1.0 - hc, hc)
 
     def describe(self, num_sequences: int, prompt_tokens: int = 0) -> str:
-        """Return the plan in one line, for people; num_sequences, prompt_tokens: of the whole run."""
+        """Return the plan in one line, for people; num_sequences, prompt_tokens: of the whole
+        run.
+        """
         streams = [
             f"{share:.0%} of the weights from {TIER_PLACES[tier].partition(' ')[2]}"
             for tier, share in self.weights.items()
             if tier != self.compute_tier and share >= 0.005
         ]
         parts = [
-            f"streams {' and '.join(streams)}" if streams else f"keeps all weights {TIER_PLACES[self.compute_tier]}"
+            f"streams {' and '.join(streams)}"
+            if streams
+            else f"keeps all weights {TIER_PLACES[self.compute_tier]}"
         ]
         if self.cache[self.compute_tier] < 0.995:
-            cache = [f"{share:.0%} {TIER_PLACES[tier]}" for tier, share in self.cache.items() if share >= 0.005]
+            cache = [
+                f"{share:.0%} {TIER_PLACES[tier]}"
+                for tier, share in self.cache.items()
+                if share >= 0.005
+            ]
             parts.append(f"KV cache {' and '.join(cache)}")
         block = max(1, min(self.limits.max_sequences, num_sequences))
         batch = min(self.limits.batch_sequences, block)
         parts.append(f"block of {block:,}" + (f" in batches of {batch:,}" if batch < block else ""))
         in_pass = self.expert_tokens if self.schedule.is_single_pass else self.limits.pass_tokens
-        if self.expert_tokens < UNLIMITED and (passes := -(-prompt_tokens * block // (num_sequences * in_pass))) > 1:
+        if (
+            self.expert_tokens < UNLIMITED
+            and (passes := -(-prompt_tokens * block // (num_sequences * in_pass))) > 1
+        ):
             parts.append(f"its prompts in {passes:,} readings of the experts")
         return ", ".join([*parts, f"schedule {self.schedule}"])
 
 
 def plan_run(
-    placement: Placement, size: RunSize, free: Mapping[Tier, int], choices: Choices, solution: Solution | None
+    placement: Placement,
+    size: RunSize,
+    free: Mapping[Tier, int],
+    choices: Choices,
+    solution: Solution | None,
 ) -> RunPlan:
-    """Plan a run on weights that are loaded: the first plan with room for every request, or with most room.
+    """Plan a run on weights that are loaded: the first plan with room for every request, or with
+    most room.
 
     free: bytes left on each tier.
-    solution: the result of a search for this run, which takes precedence; None if nothing was searched or found.
+    solution: the result of a search for this run, which takes precedence; None if nothing was
+        searched or found.
 
     Raises `MemoryLimitError` if not even one sequence has room.
     """
@@ -384,12 +459,20 @@ def plan_run(
 
 
 def _plan(
-    placement: Placement, size: RunSize, free: Mapping[Tier, int], choices: Choices, is_searched: bool = False
+    placement: Placement,
+    size: RunSize,
+    free: Mapping[Tier, int],
+    choices: Choices,
+    is_searched: bool = False,
 ) -> RunPlan:
-    """Plan a run for one placement. Raises `MemoryLimitError` where not even one sequence has room."""
+    """Plan a run for one placement. Raises `MemoryLimitError` where not even one sequence has
+    room.
+    """
     machine, config, policy = placement.machine, placement.model.config, choices.policy
     if policy is not None:
-        cache, hidden = (tier_fractions(policy, kind, machine.has_gpu) for kind in ("cache", "activations"))
+        cache, hidden = (
+            tier_fractions(policy, kind, machine.has_gpu) for kind in ("cache", "activations")
+        )
         placement = replace(placement, cache=cache, activations=hidden)
     schedule = choices.schedule or (ZIGZAG if placement.streams_weights else ROW)
     sizes = cache_sizes(

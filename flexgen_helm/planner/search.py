@@ -1,7 +1,8 @@
 """Search the policy with the highest throughput (the paper's 'Policy Search'). No torch.
 
-For every block shape and schedule, a linear program finds the best fractions. The best few candidates are rounded to
-whole matrices and cache blocks and evaluated again, so the prediction is for what will be placed.
+For every block shape and schedule, a linear program finds the best fractions. The best few
+candidates are rounded to whole matrices and cache blocks and evaluated again, so the prediction is
+for what will be placed.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from flexgen_helm.planner.problem import (
 
 # Attempts to lower a tier's share of the weights until its whole matrices fit.
 _ATTEMPTS = 16
-# Of two equal costs the one without the disk is taken: this much for a fraction there, where the largest cost is 1. The
-# solver takes less than 1e-7 for nothing.
+# Of two equal costs the one without the disk is taken: this much for a fraction there, where the
+# largest cost is 1. The solver takes less than 1e-7 for nothing.
 _PREFERS_MEMORY = 1e-6
 # Share by which a block may exceed its limit of time: rounding errors.
 LATENCY_TOLERANCE = 1e-6
@@ -53,18 +54,41 @@ LATENCY_TOLERANCE = 1e-6
 _NOISE = 1e-6
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20)
 _NUM_BLOCKS = range(1, 7)
-_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 72, 96, 128, 192, 256, 384, 512, 768, 1024)
-# Divisions of a block's prompts into passes that are tried, each twice as many as the one before; and batches of blocks
-# whose experts are streamed, which have their rows of the pass.
+_BATCH_SIZES = (
+    1,
+    2,
+    4,
+    8,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    64,
+    72,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+)
+# Divisions of a block's prompts into passes that are tried, each twice as many as the one before;
+# and batches of blocks whose experts are streamed, which have their rows of the pass.
 _DIVISIONS, _FEW_BATCHES = 3, (1, 2, 4, 8, 20)
 # Share of the time by which blocks are alike: rates of a machine are less well known.
 _ALIKE = 0.01
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
-# Blocks that exceed their limit of time by more than this share are not rounded; rounding changes what others take.
+# Blocks that exceed their limit of time by more than this share are not rounded; rounding changes
+# what others take.
 _SLACK = 0.25
-# What brings bytes to where is computed. Of blocks that are alike the one is taken that reads least: a processor and a
-# disk that are shared with others hide less than planned.
+# What brings bytes to where is computed. Of blocks that are alike the one is taken that reads
+# least: a processor and a disk that are shared with others hide less than planned.
 _READS = ("disk_read", "to_gpu")
 _Bounds = list[tuple[float, float | None]]
 
@@ -82,7 +106,8 @@ class Solution:
 class Candidate:
     """The solution of the program for one block shape, not yet rounded.
 
-    keeps_weights: rounding must not move them: all are on the compute tier, or they are loaded already.
+    keeps_weights: rounding must not move them: all are on the compute tier, or they are loaded
+        already.
     """
 
     costs: BlockCosts
@@ -101,10 +126,11 @@ def search(
     """Return the policy with the highest throughput.
 
     max_latency: seconds that a block may take.
-    fixed: a policy whose weights are loaded already; the search chooses block, cache and hidden states.
+    fixed: a policy whose weights are loaded already; the search chooses block, cache and hidden
+        states.
 
-    Raises `MemoryLimitError` with tier and missing bytes if nothing fits, or with the least latency if no block is
-    quick enough.
+    Raises `MemoryLimitError` with tier and missing bytes if nothing fits, or with the least latency
+    if no block is quick enough.
     """
     candidates = _candidates(problem, schedules, max_latency, fixed)
     finished = (_finish(problem, candidate, max_latency) for candidate in candidates)
@@ -112,10 +138,15 @@ def search(
     if not solutions:
         raise MemoryLimitError(_explain_infeasible(problem, schedules, max_latency, fixed))
     best = solutions[0]
-    if not problem.places_experts:  # of equals, one pass for all shares most, and small blocks end first
+    # of equals, one pass for all shares most, and small blocks end first
+    if not problem.places_experts:
         fastest = max(found.prediction.tokens_per_s for found in solutions)
         best = min(
-            (found for found in solutions if found.prediction.tokens_per_s >= fastest * (1 - _ALIKE)),
+            (
+                found
+                for found in solutions
+                if found.prediction.tokens_per_s >= fastest * (1 - _ALIKE)
+            ),
             key=lambda found: (
                 _rank(_workload_reads(problem, found)),
                 -_rank(found.prediction.tokens_per_s),
@@ -125,14 +156,24 @@ def search(
         )
     policy = as_placed(problem, best.policy)
     placed = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
-    return best if _is_late(placed.prediction, max_latency) or not placed.prediction.feasible else placed
+    return (
+        best
+        if _is_late(placed.prediction, max_latency) or not placed.prediction.feasible
+        else placed
+    )
 
 
 def _workload_reads(problem: PlanningProblem, found: Solution) -> float:
-    """Return the seconds of reading, hidden or not, for the workload, or for each sequence of an endless one."""
+    """Return the seconds of reading, hidden or not, for the workload, or for each sequence of an
+    endless one.
+    """
     block_s = sum(phase[name] for phase in found.prediction.seconds.values() for name in _READS)
     block = found.policy.block_size
-    return block_s / block if problem.endless else block_s * -(-problem.workload.num_sequences // block)
+    return (
+        block_s / block
+        if problem.endless
+        else block_s * -(-problem.workload.num_sequences // block)
+    )
 
 
 def _is_late(prediction: CostEstimate, max_latency: float | None) -> bool:
@@ -140,7 +181,10 @@ def _is_late(prediction: CostEstimate, max_latency: float | None) -> bool:
 
 
 def _candidates(
-    problem: PlanningProblem, schedules: Sequence[Schedule], max_latency: float | None, fixed: Policy | None
+    problem: PlanningProblem,
+    schedules: Sequence[Schedule],
+    max_latency: float | None,
+    fixed: Policy | None,
 ) -> list[Candidate]:
     """Solve the program of every block shape; the best first."""
     solved: list[Candidate] = []
@@ -162,8 +206,16 @@ def _candidates(
 
     def preference(found: Candidate) -> tuple[float, ...]:
         shape, seconds = found.costs.shape, found.seconds_per_sequence
-        read = found.fractions[WEIGHTS["disk"]] if problem.places_experts else _sequence_reads(found)
-        return max(alike, seconds), _rank(read), _rank(seconds), shape.num_sequences, shape.num_gpu_batches
+        read = (
+            found.fractions[WEIGHTS["disk"]] if problem.places_experts else _sequence_reads(found)
+        )
+        return (
+            max(alike, seconds),
+            _rank(read),
+            _rank(seconds),
+            shape.num_sequences,
+            shape.num_gpu_batches,
+        )
 
     return sorted(solved, key=preference)
 
@@ -183,12 +235,15 @@ def _rank(value: float) -> float:
 def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator[BlockShape]:
     """Yield block shapes worth trying.
 
-    None has more sequences than the workload. A single token is scored in one pass for all, or block by block.
+    None has more sequences than the workload. A single token is scored in one pass for all, or
+    block by block.
     """
     workload = problem.workload
     room = sum(map(problem.usable, TIERS))
     # Only hopeless shapes are left out here: of whose cache not even half has room.
-    sequence_bytes = problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
+    sequence_bytes = (
+        problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
+    )
     if workload.output == 1:
         sequence_bytes = 0.0
     batch_sizes = {*_BATCH_SIZES}
@@ -213,10 +268,14 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
                     yield shape
 
 
-def _solve(problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None) -> Iterator[Candidate]:
-    """Solve the programs of one block shape: with weights that are streamed, and with resident ones if there is room.
+def _solve(
+    problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None
+) -> Iterator[Candidate]:
+    """Solve the programs of one block shape: with weights that are streamed, and with resident ones
+    if there is room.
 
-    Where experts are streamed: in few passes over the prompts, and in more, which leave room to weights and cache.
+    Where experts are streamed: in few passes over the prompts, and in more, which leave room to
+        weights and cache.
     fixed: a policy whose weights are loaded already.
     """
     tier = problem.compute_tier
@@ -238,13 +297,20 @@ def _solve(problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = N
             yield Candidate(costs, True, solved[0], solved[1] / costs.sequences)
 
 
-def _solved(problem: PlanningProblem, costs: BlockCosts, bounds: _Bounds) -> tuple[Affine, float] | None:
-    """Return the fractions of the quickest block, and its seconds; None if the program has no solution."""
+def _solved(
+    problem: PlanningProblem, costs: BlockCosts, bounds: _Bounds
+) -> tuple[Affine, float] | None:
+    """Return the fractions of the quickest block, and its seconds; None if the program has no
+    solution.
+    """
     # Variables: nine fractions, then the longest resource of a prefill pass and of a decode pass.
     cost, constant = np.zeros(11), 0.0
     rows: list[Affine] = []
     upper: list[float] = []
-    for variable, times, passes in ((9, costs.prefill, 1.0), (10, costs.decode, costs.decode_passes)):
+    for variable, times, passes in (
+        (9, costs.prefill, 1.0),
+        (10, costs.decode, costs.decode_passes),
+    ):
         if not passes:
             continue
         total = np.sum([times[name] for name in RESOURCES], axis=0)
@@ -272,7 +338,9 @@ def _solved(problem: PlanningProblem, costs: BlockCosts, bounds: _Bounds) -> tup
     return np.append(np.clip(solved.x[:9], 0.0, 1.0), 1.0), float(cost @ solved.x) + constant
 
 
-def _memory_rows(problem: PlanningProblem, costs: BlockCosts) -> Iterator[tuple[Tier, Affine, float]]:
+def _memory_rows(
+    problem: PlanningProblem, costs: BlockCosts
+) -> Iterator[tuple[Tier, Affine, float]]:
     """Yield tier, form and the bytes that the form's variable part may take."""
     for tier in TIERS:
         free = min(problem.limits[tier], problem.capacity(tier) - costs.workspace[tier])
@@ -288,7 +356,9 @@ def _bounds(problem: PlanningProblem, num_more: int) -> _Bounds:
 
 
 def _minimize(cost: Affine, rows: Sequence[Affine], upper: Sequence[float], bounds: _Bounds) -> Any:
-    """Minimize `cost` under `rows` x <= `upper`, where the fractions of weights, cache and hidden states sum to 1."""
+    """Minimize `cost` under `rows` x <= `upper`, where the fractions of weights, cache and hidden
+    states sum to 1.
+    """
     from scipy.optimize import linprog
 
     sums = np.zeros((3, len(cost)))
@@ -297,11 +367,13 @@ def _minimize(cost: Affine, rows: Sequence[Affine], upper: Sequence[float], boun
     return linprog(cost, np.array(rows), np.array(upper), sums, np.ones(3), bounds, method="highs")
 
 
-def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float | None = None) -> Solution | None:
+def _finish(
+    problem: PlanningProblem, candidate: Candidate, max_latency: float | None = None
+) -> Solution | None:
     """Round a candidate to what can be placed; None if that does not fit or takes too long.
 
-    If whole matrices and cache blocks exceed a tier, part of its share moves to the next tier: of the weights, of the
-    cache where no weights are left, and at last of the hidden states.
+    If whole matrices and cache blocks exceed a tier, part of its share moves to the next tier: of
+    the weights, of the cache where no weights are left, and at last of the hidden states.
     """
     fractions, shape = candidate.fractions.copy(), candidate.costs.shape
     next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
@@ -316,7 +388,11 @@ def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float |
         if prediction.feasible:
             if shape.passes > 1:  # rounding may leave room for fewer, which a run then takes
                 prediction = predict(problem, policy, shape.schedule)
-            return None if _is_late(prediction, max_latency) else Solution(policy, shape.schedule, prediction)
+            return (
+                None
+                if _is_late(prediction, max_latency)
+                else Solution(policy, shape.schedule, prediction)
+            )
         lowered = False
         for tier, following in next_tier.items():
             missing = prediction.missing.get(tier, 0)
@@ -330,7 +406,8 @@ def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float |
                 columns, step = CACHE, 1 / len(cache_blocks(problem, policy))
             else:
                 columns, step = HIDDEN, 1.05 * missing / max(1.0, stored[HIDDEN[tier]]) + 1e-4
-            moved = min(fractions[columns[tier]], attempt * step)  # more each time, until something whole moves
+            # more each time, until something whole moves
+            moved = min(fractions[columns[tier]], attempt * step)
             fractions[columns[tier]] -= moved
             fractions[columns[following]] += moved
             lowered |= moved > 0
@@ -343,7 +420,10 @@ def _finish(problem: PlanningProblem, candidate: Candidate, max_latency: float |
 
 
 def _explain_infeasible(
-    problem: PlanningProblem, schedules: Sequence[Schedule], max_latency: float | None, fixed: Policy | None
+    problem: PlanningProblem,
+    schedules: Sequence[Schedule],
+    max_latency: float | None,
+    fixed: Policy | None,
 ) -> str:
     """Say in one sentence how much memory or time is missing, and what helps."""
     shape, num_sequences = _smallest_block(schedules), problem.workload.num_sequences
@@ -364,7 +444,10 @@ def _explain_infeasible(
         shape, has_all = _smallest_block((ZIGZAG,)), False
     short, words = _missing_memory(problem, shape)
     if has_all:
-        return f"{everything}, whose hidden states and the weights need {short}: leave --schedule out, or {words}"
+        return (
+            f"{everything}, whose hidden states and the weights need {short}: leave --schedule "
+            f"out, or {words}"
+        )
     return f"does not fit: needs {short}; {words}"
 
 
@@ -378,7 +461,10 @@ def _missing_memory(problem: PlanningProblem, shape: BlockShape) -> tuple[str, s
         needed = max(float(form @ fractions) for form in costs.memory[tier])
         short = shortage(problem, tier, needed, costs.workspace[tier])
     else:
-        short = f"up to {exact_size(max(problem.storage.matrices.values()))} more, because a matrix is never split"
+        short = (
+            f"up to {exact_size(max(problem.storage.matrices.values()))} more, because a matrix is "
+            "never split"
+        )
     return short, _advice(problem, tier)
 
 
@@ -386,7 +472,10 @@ def shortage(problem: PlanningProblem, tier: Tier, needed: float, workspace: flo
     """Say how many bytes of a tier are needed, and how many there are."""
     limit, capacity = problem.limits[tier], problem.capacity(tier)
     if limit < min(needed, problem.largest_limit(tier)):  # the user's
-        return f"{exact_size(math.ceil(needed))} {TIER_PLACES[tier]}, {limit_flag(tier)} allows {size(limit)}"
+        return (
+            f"{exact_size(math.ceil(needed))} {TIER_PLACES[tier]}, {limit_flag(tier)} allows "
+            f"{size(limit)}"
+        )
     machine = "this machine" if problem.hardware.name == MEASURED else problem.hardware.name
     if limit > capacity - workspace:
         needed, limit = needed + workspace, capacity
@@ -411,16 +500,30 @@ def _least_missing(problem: PlanningProblem, costs: BlockCosts) -> tuple[Affine,
         rows.append(np.concatenate((form[:9] / unit, [-float(tier == name) for name in TIERS])))
         upper.append(free / unit)
     solved = _minimize(np.concatenate((np.zeros(9), np.ones(3))), rows, upper, _bounds(problem, 3))
-    missing = {tier: math.ceil(share * unit) if share > _NOISE else 0 for tier, share in zip(TIERS, solved.x[9:])}
+    missing = {
+        tier: math.ceil(share * unit) if share > _NOISE else 0
+        for tier, share in zip(TIERS, solved.x[9:])
+    }
     return np.append(solved.x[:9], 1.0), missing
 
 
-def _quickest_seconds(problem: PlanningProblem, schedules: Sequence[Schedule], fixed: Policy | None) -> float | None:
-    """Return the seconds of the quickest block as it will be placed, the smallest one; None if not even that fits."""
-    found = (_finish(problem, candidate) for candidate in _solve(problem, _smallest_block(schedules), fixed))
-    return min((solution.prediction.block_s for solution in found if solution is not None), default=None)
+def _quickest_seconds(
+    problem: PlanningProblem, schedules: Sequence[Schedule], fixed: Policy | None
+) -> float | None:
+    """Return the seconds of the quickest block as it will be placed, the smallest one; None if not
+    even that fits.
+    """
+    found = (
+        _finish(problem, candidate)
+        for candidate in _solve(problem, _smallest_block(schedules), fixed)
+    )
+    return min(
+        (solution.prediction.block_s for solution in found if solution is not None), default=None
+    )
 
 
 def _smallest_block(schedules: Sequence[Schedule]) -> BlockShape:
     """Return the smallest block: one sequence, but all where only a single pass is allowed."""
-    return BlockShape(1, 1, schedules[0] if all(schedule.is_single_pass for schedule in schedules) else ZIGZAG)
+    return BlockShape(
+        1, 1, schedules[0] if all(schedule.is_single_pass for schedule in schedules) else ZIGZAG
+    )

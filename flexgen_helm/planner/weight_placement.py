@@ -2,11 +2,12 @@
 
 The rule of thumb:
 
-- Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is enough, else as stored.
+- Weights that fit on the compute tier stay there: in the compute dtype if half of the tier is
+  enough, else as stored.
   A host whose products read matrices as they rest keeps all as stored.
-- Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three quarters on a gpu,
-  whose cache goes to the host). The next weights take half of the host's limit, the others go to the disk. Of a
-  mixture, experts go to the slowest tiers.
+- Otherwise a staging ring (`staging_sizes`) is set aside. Of the rest, weights take half (three
+  quarters on a gpu, whose cache goes to the host). The next weights take half of the host's limit,
+  the others go to the disk. Of a mixture, experts go to the slowest tiers.
 - The cache is on the compute tier of a machine without a gpu, and in host memory of one with a gpu.
 
 No torch.
@@ -42,11 +43,13 @@ from flexgen_helm.planner.placement import (
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import Precision
 
-# Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the host.
+# Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
+# host.
 _WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
 # Share of host memory for the next weights of a gpu.
 _HOST_WEIGHTS_SHARE = 0.5
-# Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a few examples.
+# Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a
+# few examples.
 _LEAST_POSITIONS = 512
 # Share of the experts below which none stays on the compute tier.
 _FEW_EXPERTS = 0.1
@@ -54,7 +57,8 @@ _FEW_EXPERTS = 0.1
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the weights of a model rest on a machine, and where a run's cache and hidden states go if nothing is found.
+    """Where the weights of a model rest on a machine, and where a run's cache and hidden states go
+    if nothing is found.
 
     weights: matrix name -> tier. Vectors are not named: they are on the compute tier.
     cache, activations: fractions by tier.
@@ -95,7 +99,8 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
 
     policy: without a gpu its gpu shares go to the cpu.
 
-    Raises `MemoryLimitError` with the missing bytes if the weights with their staging ring exceed a tier.
+    Raises `MemoryLimitError` with the missing bytes if the weights with their staging ring exceed a
+    tier.
     """
     has_gpu, limits, compute_tier = machine.has_gpu, machine.limits, machine.compute_tier
     sizes, compute_bytes = model.matrices, machine.compute_bytes
@@ -105,14 +110,25 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     staging = staging_sizes(model, limits[compute_tier])
     on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
     everything = dict.fromkeys(sizes, compute_tier)
-    resident = Placement(model, machine, everything, on_compute_tier, on_compute_tier, 0, copies_fit)
+    resident = Placement(
+        model, machine, everything, on_compute_tier, on_compute_tier, 0, copies_fit
+    )
     left = limits[compute_tier] - total - vector_bytes
     if policy is not None:
         placed = choose_tiers(sizes, tier_fractions(policy, "weights", has_gpu))
-        cache, activations = (tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations"))
+        cache, activations = (
+            tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations")
+        )
         used = staging.used(placed, compute_tier)
         plan = Placement(
-            model, machine, placed, cache, activations, used.ring, copies_fit and not used.num_bytes, used.experts
+            model,
+            machine,
+            placed,
+            cache,
+            activations,
+            used.ring,
+            copies_fit and not used.num_bytes,
+            used.experts,
         )
     elif left >= least_run_bytes(model, compute_bytes):
         return resident
@@ -120,8 +136,12 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
         placed = choose_tiers(sizes, _rule_of_thumb(model, machine))
         used = staging.used(placed, compute_tier)
-        plan = Placement(model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts)
-    needed = {tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS}
+        plan = Placement(
+            model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts
+        )
+    needed = {
+        tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS
+    }
     if plan.compute_copies:  # all weights are resident
         needed[compute_tier] = model.num_values * compute_bytes
     needed[compute_tier] += vector_bytes + plan.all_staging_bytes
@@ -130,28 +150,40 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     for tier in TIERS:
         if needed[tier] > limits[tier]:
             if policy is None and left >= 0:
-                return resident  # it leaves little room for a run, but the weights cannot be streamed either
+                # it leaves little room for a run, but the weights cannot be streamed either
+                return resident
             raise MemoryLimitError(
-                f"the {tier} tier is limited to {exact_size(limits[tier])}, and the weights with their staging need "
-                f"{exact_size(needed[tier] - limits[tier])} more there: raise {limit_flag(tier)}"
+                f"the {tier} tier is limited to {exact_size(limits[tier])}, and the weights with "
+                f"their staging need {exact_size(needed[tier] - limits[tier])} more there: raise "
+                f"{limit_flag(tier)}"
             )
     return plan
 
 
 def _rule_of_thumb(model: StorageSizes, machine: Machine) -> Fractions:
     """Return the fractions by tier of weights that the compute tier does not hold."""
-    compute_tier, compute_bytes, total = machine.compute_tier, machine.compute_bytes, model.matrix_bytes
+    compute_tier, compute_bytes, total = (
+        machine.compute_tier,
+        machine.compute_bytes,
+        model.matrix_bytes,
+    )
     room = machine.compute_limit - staging_sizes(model, machine.compute_limit).num_bytes
     room -= least_run_bytes(model, compute_bytes)
     room -= 0 if machine.has_gpu else loader_buffer_bytes(model, has_gpu=False)
     near = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - model.vector_bytes(compute_bytes)) / total
     near = min(1.0, near)
-    on_host = min(1.0 - near, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total) if machine.has_gpu else 0.0
+    on_host = (
+        min(1.0 - near, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total)
+        if machine.has_gpu
+        else 0.0
+    )
     return {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - near - on_host, compute_tier: near}
 
 
 def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
-    """Return whether weights that are all resident are kept in the compute dtype: if that is of use, and they fit."""
+    """Return whether weights that are all resident are kept in the compute dtype: if that is of
+    use, and they fit.
+    """
     if machine.multiplied_as_stored is not None:
         return False
     needed = model.num_values * machine.compute_bytes + model.vector_bytes(machine.compute_bytes)
@@ -159,10 +191,12 @@ def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
 
 
 def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Policy:
-    """Return a searched policy with so few weights on the compute tier that a sequence can run beside them.
+    """Return a searched policy with so few weights on the compute tier that a sequence can run
+    beside them.
 
-    A search has room for the requests that it assumes, in sizes that whole matrices exceed. A few experts give way,
-    too: they save less of a reading than the hidden states that have their memory.
+    A search has room for the requests that it assumes, in sizes that whole matrices exceed. A few
+    experts give way, too: they save less of a reading than the hidden states that have their
+        memory.
     """
     staging, total = staging_sizes(model, machine.compute_limit), model.matrix_bytes
     beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes
@@ -187,9 +221,11 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
 
 
 def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
-    """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS` can run at least.
+    """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS`
+    can run at least.
 
-    It counts two layers of its cache, its states, and its hidden states; the cache may be on any tier.
+    It counts two layers of its cache, its states, and its hidden states; the cache may be on any
+    tier.
     """
     config = model.config
     sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
@@ -205,7 +241,8 @@ def _least_bytes(model: StorageSizes, compute_bytes: int) -> int:
 
 
 def least_limit(model: StorageSizes, compute_bytes: int) -> int:
-    """Return the bytes with which a sequence of some hundred tokens runs, its weights streamed or resident.
+    """Return the bytes with which a sequence of some hundred tokens runs, its weights streamed or
+    resident.
 
     compute_bytes: of an element in the compute dtype.
     """
@@ -218,7 +255,8 @@ def least_limit(model: StorageSizes, compute_bytes: int) -> int:
 
 
 def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> None:
-    """Raise `MemoryLimitError` with all that a run needs, if not even the weights can pass through the compute tier.
+    """Raise `MemoryLimitError` with all that a run needs, if not even the weights can pass through
+    the compute tier.
 
     What is only short of room for a long sequence passes: a run may have short ones.
     """
@@ -230,14 +268,22 @@ def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> No
         if machine.has_gpu:  # computing may have a third of the limit
             least += -(-least // 2)
         raise MemoryLimitError(
-            f"the {tier} tier is limited to {exact_size(limit)}, and {name} runs with {exact_size(least)} or more "
-            f"there, for its staging and a sequence of some hundred tokens: raise {limit_flag(tier)}"
+            f"the {tier} tier is limited to {exact_size(limit)}, and {name} runs with "
+            f"{exact_size(least)} or more there, for its staging and a sequence of some hundred "
+            f"tokens: raise {limit_flag(tier)}"
         )
 
 
-# Where the rule of thumb leaves the weights of each model on a machine: for lists of models, which plan no run.
+# Where the rule of thumb leaves the weights of each model on a machine: for lists of models, which
+# plan no run.
 
-Fit = Literal["in GPU memory", "in memory", "offloaded to disk", "too large for the memory", "too large for the disk"]
+Fit = Literal[
+    "in GPU memory",
+    "in memory",
+    "offloaded to disk",
+    "too large for the memory",
+    "too large for the disk",
+]
 # Bytes of a published value.
 _STORED_BYTES = 2
 _COMPUTE_DTYPES = {"gpu": "float16", "cpu": "float32"}
@@ -250,7 +296,9 @@ def weight_bytes(config: ModelConfig, precision: Precision) -> int:
     return storage.matrix_bytes + storage.vector_bytes(_STORED_BYTES)
 
 
-def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], fetched_bytes: int = 0) -> Fit:
+def fit(
+    config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], fetched_bytes: int = 0
+) -> Fit:
     """Return the slowest tier that takes a share of the weights, by the engine's rule of thumb.
 
     limits: bytes of each tier; 0 on a machine without a gpu.
@@ -267,19 +315,29 @@ def fit(config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], f
 
 
 @cache
-def _offloaded_bytes(config: ModelConfig, precision: Precision, gpu: int, cpu: int) -> dict[Tier, int] | None:
-    """Return the bytes of weights in host memory and on the disk; None if the memory is too small to stage them."""
+def _offloaded_bytes(
+    config: ModelConfig, precision: Precision, gpu: int, cpu: int
+) -> dict[Tier, int] | None:
+    """Return the bytes of weights in host memory and on the disk; None if the memory is too small
+    to stage them.
+    """
     compute_tier: Tier = "gpu" if gpu else "cpu"
     model = storage_sizes(config, precision)
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": UNLIMITED}
-    machine, total = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]), model.matrix_bytes
+    machine, total = (
+        Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]),
+        model.matrix_bytes,
+    )
     vector_bytes = model.vector_bytes(machine.compute_bytes)
     # As `place_weights` decides, to a matrix; most models end here.
     left = machine.compute_limit - total - vector_bytes
     if left >= least_run_bytes(model, machine.compute_bytes):
         return {"cpu": 0, "disk": 0}
     needed = {tier: int(share * total) for tier, share in _rule_of_thumb(model, machine).items()}
-    offloaded: dict[Tier, int] = {"cpu": needed["cpu"] if machine.has_gpu else 0, "disk": needed["disk"]}
+    offloaded: dict[Tier, int] = {
+        "cpu": needed["cpu"] if machine.has_gpu else 0,
+        "disk": needed["disk"],
+    }
     needed[compute_tier] += vector_bytes + staging_sizes(model, machine.compute_limit).num_bytes
     if needed["disk"]:
         needed["cpu"] += loader_buffer_bytes(model, machine.has_gpu)

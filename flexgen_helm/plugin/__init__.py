@@ -1,7 +1,7 @@
 """Importing registers `flexgen/…` models: HELM does it through its entry point.
 
-HELM swallows an error of this import and later says 'model not found'. So nothing is raised here; one line says what
-failed.
+HELM swallows an error of this import and later says 'model not found'. So nothing is raised here;
+one line says what failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def _register() -> None:
         registration.register()
         helm_patches.install_or_warn()
     except Exception as error:
-        herror(f"flexgen_helm cannot register its models with HELM: {type(error).__name__}: {error}")
+        herror(
+            f"flexgen_helm cannot register its models with HELM: {type(error).__name__}: {error}"
+        )
 
 
 _register()

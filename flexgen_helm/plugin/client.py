@@ -1,4 +1,6 @@
-"""The HELM client. HELM makes one for every thread that asks early; all share the service of the process."""
+"""The HELM client. HELM makes one for every thread that asks early; all share the service of the
+process.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ class FlexgenClient(Client):
     arguments: those of a deployment entry, all optional; see `model_names.find_model`.
     """
 
-    def __init__(self, model_name: str, cache_config: CacheConfig | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, model_name: str, cache_config: CacheConfig | None = None, **arguments: Any
+    ) -> None:
         self.model = get_context().find_model(model_name, arguments)
-        # `--disable-cache` shows here and nowhere else. HELM's own cache is never used: its key knows only the name.
+        # `--disable-cache` shows here and nowhere else. HELM's own cache is never used: its key
+        # knows only the name.
         self.use_cache = not isinstance(cache_config, BlackHoleCacheConfig)
 
     def make_request(self, request: Request) -> RequestResult:
@@ -31,13 +36,17 @@ class FlexgenClient(Client):
         Raises `NonRetriableException` for a field that is not supported.
         """
         if request.embedding:
-            return convert.failed_result(EMBEDDING_UNAVAILABLE_REQUEST_RESULT.error or "no embeddings")
+            return convert.failed_result(
+                EMBEDDING_UNAVAILABLE_REQUEST_RESULT.error or "no embeddings"
+            )
         context = get_context()
         try:
             ours = convert.to_helm_request(request, self.model, context.models)
             response = context.service.respond(self.model, ours, self.use_cache)
             encoder = context.models.encoder(self.model)
-            return convert.to_request_result(request, ours, response.result, response.is_cached, encoder)
+            return convert.to_request_result(
+                request, ours, response.result, response.is_cached, encoder
+            )
         except NonRetriableException:
             raise
         except Exception as error:  # HELM would retry it for 150 seconds

@@ -1,7 +1,7 @@
 """The state that HELM's callbacks share.
 
-HELM constructs clients, tokenizers and metrics by their class names and passes them nothing of ours; each of them asks
-`get_context()`. Tests set a context of their own.
+HELM constructs clients, tokenizers and metrics by their class names and passes them nothing of
+ours; each of them asks `get_context()`. Tests set a context of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class PluginContext:
 
     service: the engine and its queue.
     models: what is read of models before they are loaded.
-    engine_options: client arguments that win over every deployment's own; the flags of `flexgen-helm run`.
+    engine_options: client arguments that win over every deployment's own; the flags of
+        `flexgen-helm run`.
     suite: the call of `flexgen-helm run` in progress; None in `helm-run`.
     run: the HELM run in progress, if it is one of ours.
     dry_run: folder of the HELM run in progress, if it is one of ours and computes nothing.
@@ -45,7 +46,9 @@ class PluginContext:
     completed: deployments in HELM's registry that a user's file names and the plugin completed.
     """
 
-    def __init__(self, loader: EngineLoader | None = None, models: ModelReader | None = None) -> None:
+    def __init__(
+        self, loader: EngineLoader | None = None, models: ModelReader | None = None
+    ) -> None:
         self.service = Service(loader or EngineLoader())
         self.models = models or ModelReader("HELM")
         self.engine_options: Mapping[str, Any] = {}
@@ -64,7 +67,9 @@ class PluginContext:
         self.generated = generated
 
     def find_model(self, name: str, arguments: Mapping[str, Any] | None = None) -> ModelArguments:
-        """Return the model behind a deployment's name; arguments: those of its entry, under the flags."""
+        """Return the model behind a deployment's name; arguments: those of its entry, under the
+        flags.
+        """
         return model_names.find_model(name, arguments, self.engine_options)
 
 

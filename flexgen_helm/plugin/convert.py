@@ -1,13 +1,14 @@
 """HELM's requests in the engine's terms, and the engine's results in HELM's.
 
-A prompt is encoded without special tokens. Where the model was trained with BOS, the request gets BOS as a context
-token, so what HELM sees of an echoed prompt is exactly its own encoding:
+A prompt is encoded without special tokens. Where the model was trained with BOS, the request gets
+BOS as a context token, so what HELM sees of an echoed prompt is exactly its own encoding:
 
-    prompt_token_ids   [BOS]  t0     t1     t2          BOS: conditioned on, never returned, never doubled
-    prompt_logprobs     None  lp0    lp1    lp2
+    prompt_token_ids   [BOS]  t0     t1     t2          BOS: conditioned on, never returned, never
+    doubled prompt_logprobs     None  lp0    lp1    lp2
     returned tokens           t0     t1     t2          lp0 = 0.0 where t0 had no context
 
-A plain prompt that generates goes through the chat template where its `ChatFormat` applies. A scored prompt never does.
+A plain prompt that generates goes through the chat template where its `ChatFormat` applies. A
+scored prompt never does.
 The ids of a `TokenRequest` are used unchanged.
 """
 
@@ -37,22 +38,29 @@ from flexgen_helm.service.service import KeyedRequest, request_key
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.thinking import split_thinking
 
-_UNSUPPORTED = "presence_penalty frequency_penalty multimodal_prompt image_generation_parameters response_format"
+_UNSUPPORTED = (
+    "presence_penalty frequency_penalty multimodal_prompt image_generation_parameters "
+    "response_format"
+)
 
 
 @dataclass(frozen=True)
 class PlainTextRequest(Request):
-    """A request that never gets a chat template, and whose `max_tokens` is exact: the model continues a text."""
+    """A request that never gets a chat template, and whose `max_tokens` is exact: the model
+    continues a text.
+    """
 
 
 @dataclass(frozen=True)
 class TokenRequest(PlainTextRequest):
-    """A request by token ids, for prompts that text cannot carry: a window of a document may begin inside a word.
+    """A request by token ids, for prompts that text cannot carry: a window of a document may begin
+    inside a word.
 
     HELM hands requests on unchanged, and writes the ids beside the prompt into its files.
 
     prompt: the text of the ids, for people and for HELM's token counts.
-    prompt_token_ids: used unchanged, without BOS. Not in the repr, which HELM puts into error messages.
+    prompt_token_ids: used unchanged, without BOS. Not in the repr, which HELM puts into error
+        messages.
     """
 
     prompt_token_ids: tuple[int, ...] = field(default=(), repr=False)
@@ -62,8 +70,10 @@ class TokenRequest(PlainTextRequest):
 class HelmRequest(KeyedRequest):
     """A request of HELM in the engine's terms, and what its result needs to become one of HELM's.
 
-    echo_ids: the tokens that HELM gets back if the prompt is echoed: its own encoding, without the context token.
-    num_copies: greedy completions are identical, so one is computed and returned `num_copies` times.
+    echo_ids: the tokens that HELM gets back if the prompt is echoed: its own encoding, without the
+        context token.
+    num_copies: greedy completions are identical, so one is computed and returned `num_copies`
+        times.
     is_clipped: the window leaves fewer tokens than the request asks for.
     """
 
@@ -98,20 +108,26 @@ def may_be_rendered(request: Request) -> bool:
 
 
 def to_helm_request(request: Request, model: ModelArguments, models: ModelReader) -> HelmRequest:
-    """Translate a request for `model`. Submitted blocks and clients both call this, so their keys are equal.
+    """Translate a request for `model`. Submitted blocks and clients both call this, so their keys
+    are equal.
 
     Raises `NonRetriableException` for a field that is not supported.
     """
-    chat = models.chat(model) if may_be_rendered(request) else None  # a broken template costs no score
-    return to_generation_request(request, models.encoder(model), models.facts(model).max_positions, chat)
+    # a broken template costs no score
+    chat = models.chat(model) if may_be_rendered(request) else None
+    return to_generation_request(
+        request, models.encoder(model), models.facts(model).max_positions, chat
+    )
 
 
 def to_generation_request(
     request: Request, encoder: PromptEncoder, max_positions: int, chat: ChatFormat | None = None
 ) -> HelmRequest:
-    """Translate a request. Raises `NonRetriableException` with one sentence for a field that is not supported.
+    """Translate a request. Raises `NonRetriableException` with one sentence for a field that is not
+    supported.
 
-    chat: renders messages and, where it applies, plain prompts; None where the request can need neither.
+    chat: renders messages and, where it applies, plain prompts; None where the request can need
+        neither.
     """
     try:
         request.validate()
@@ -119,7 +135,9 @@ def to_generation_request(
         raise NonRetriableException(str(error)) from error
     for name in _UNSUPPORTED.split():
         if getattr(request, name):
-            raise NonRetriableException(f"flexgen models are plain text models: {name} is not supported")
+            raise NonRetriableException(
+                f"flexgen models are plain text models: {name} is not supported"
+            )
     if chat is not None and not (request.messages or (chat.applied and may_be_rendered(request))):
         chat = None
     try:
@@ -129,8 +147,8 @@ def to_generation_request(
     # The last token of a request is never fed, hence the + 1.
     window = max_positions + 1
     is_clippable = may_be_rendered(request)
-    # A full window of running text (the later windows of language modelling) has no room for BOS and starts in the
-    # middle of a document anyway.
+    # A full window of running text (the later windows of language modelling) has no room for BOS
+    # and starts in the middle of a document anyway.
     context = () if isinstance(request, TokenRequest) else encoder.context_tokens(prompt_ids)
     if len(context + prompt_ids) + (1 if is_clippable else request.max_tokens) > window:
         context = ()
@@ -141,7 +159,8 @@ def to_generation_request(
     generation = GenerationRequest(
         prompt_token_ids=context + prompt_ids,
         max_tokens=max_tokens,
-        # `top_k_per_token` asks for alternatives, which no field carries; it must not restrict sampling.
+        # `top_k_per_token` asks for alternatives, which no field carries; it must not restrict
+        # sampling.
         temperature=float(request.temperature),
         top_p=float(request.top_p),
         seed=0 if greedy else _seed(request.random, text),
@@ -154,7 +173,8 @@ def to_generation_request(
         generation.validate()
         if not 1 <= request.num_completions <= MAX_COMPLETIONS:
             raise RequestError(
-                f"num_completions is {request.num_completions}; it must be 1 or more and at most {MAX_COMPLETIONS:,}"
+                f"num_completions is {request.num_completions}; it must be 1 or more and at most "
+                f"{MAX_COMPLETIONS:,}"
             )
     except RequestError as error:
         raise NonRetriableException(str(error)) from error
@@ -167,8 +187,11 @@ def to_generation_request(
     )
 
 
-def _prompt(request: Request, encoder: PromptEncoder, chat: ChatFormat | None) -> tuple[str, tuple[int, ...]]:
-    """Return the text that identifies the prompt (for the seed), and its ids without a context token.
+def _prompt(
+    request: Request, encoder: PromptEncoder, chat: ChatFormat | None
+) -> tuple[str, tuple[int, ...]]:
+    """Return the text that identifies the prompt (for the seed), and its ids without a context
+    token.
 
     chat: None for a request that is not rendered.
     """
@@ -178,24 +201,37 @@ def _prompt(request: Request, encoder: PromptEncoder, chat: ChatFormat | None) -
     if request.messages and (chat is None or not encoder.tokenizer.chat_template):
         raise RequestError("the request is a chat, but this model's tokenizer has no chat template")
     if chat is not None:
-        text = chat.render_messages(request.messages) if request.messages else chat.render_prompt(text)
+        text = (
+            chat.render_messages(request.messages) if request.messages else chat.render_prompt(text)
+        )
     return text, encoder.encode(text)
 
 
 def _seed(random: str | None, prompt: str) -> int:
-    """Return a function of the request alone, so that a draw does not depend on what else is in the batch."""
+    """Return a function of the request alone, so that a draw does not depend on what else is in the
+    batch.
+    """
     digest = hashlib.sha256(json.dumps([random, prompt]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # fits a signed 64-bit integer
 
 
 def to_request_result(
-    request: Request, prepared: HelmRequest, result: GenerationResult, is_cached: bool, encoder: PromptEncoder
+    request: Request,
+    prepared: HelmRequest,
+    result: GenerationResult,
+    is_cached: bool,
+    encoder: PromptEncoder,
 ) -> RequestResult:
-    """Return the result as HELM's metrics read it: plain floats, `finish_reason` a dict, error flags always set."""
+    """Return the result as HELM's metrics read it: plain floats, `finish_reason` a dict, error
+    flags always set.
+    """
     if result.error is not None:
-        # HELM scores an empty completion: no log-probability counts as 0.0, which beats every real one. Only a chat
-        # that does not fit the window may have one: HELM cannot fit chats itself and judges them by their text alone.
-        is_too_long = isinstance(result.error, RequestError) and not isinstance(result.error, NumericalError)
+        # HELM scores an empty completion: no log-probability counts as 0.0, which beats every real
+        # one. Only a chat that does not fit the window may have one: HELM cannot fit chats itself
+        # and judges them by their text alone.
+        is_too_long = isinstance(result.error, RequestError) and not isinstance(
+            result.error, NumericalError
+        )
         return failed_result(str(result.error), is_fatal=not (request.messages and is_too_long))
     echoed = _echoed_tokens(prepared, result, encoder) if request.echo_prompt else []
     cost = result.cost
@@ -204,17 +240,22 @@ def to_request_result(
         success=True,
         cached=is_cached,
         embedding=[],
-        completions=[_output(request, prepared, echoed, completion) for completion in result.completions]
+        completions=[
+            _output(request, prepared, echoed, completion) for completion in result.completions
+        ]
         * prepared.num_copies,
         request_time=seconds,
         request_datetime=int(time.time()),
-        # HELM divides the batch's time by its size ('denoised runtime'); a request knows its own share of that time.
+        # HELM divides the batch's time by its size ('denoised runtime'); a request knows its own
+        # share of that time.
         batch_size=int(cost.batch_size),
         batch_request_time=seconds * int(cost.batch_size),
     )
 
 
-def _echoed_tokens(prepared: HelmRequest, result: GenerationResult, encoder: PromptEncoder) -> list[Token]:
+def _echoed_tokens(
+    prepared: HelmRequest, result: GenerationResult, encoder: PromptEncoder
+) -> list[Token]:
     ids = prepared.echo_ids
     if not ids:
         return []
@@ -227,12 +268,16 @@ def _echoed_tokens(prepared: HelmRequest, result: GenerationResult, encoder: Pro
     ]
 
 
-def _output(request: Request, prepared: HelmRequest, echoed: list[Token], completion: Completion) -> GeneratedOutput:
+def _output(
+    request: Request, prepared: HelmRequest, echoed: list[Token], completion: Completion
+) -> GeneratedOutput:
     """Return a completion; what a model thought is apart, and counts in no metric of the answer."""
     thinking = None
     if prepared.request.thinking is not None:
         thinking, completion = split_thinking(completion, prepared.request.thinking)
-    tokens = echoed + [Token(text, float(logprob)) for text, logprob in zip(completion.tokens, completion.logprobs)]
+    tokens = echoed + [
+        Token(text, float(logprob)) for text, logprob in zip(completion.tokens, completion.logprobs)
+    ]
     return GeneratedOutput(
         text=request.prompt + completion.text if request.echo_prompt else completion.text,
         logprob=float(sum(token.logprob for token in tokens)),
@@ -243,7 +288,9 @@ def _output(request: Request, prepared: HelmRequest, echoed: list[Token], comple
 
 
 def failed_result(message: str, is_fatal: bool = True) -> RequestResult:
-    """Return a failed result that HELM never retries: the same engine would fail in the same way."""
+    """Return a failed result that HELM never retries: the same engine would fail in the same
+    way.
+    """
     return RequestResult(
         success=False,
         cached=False,

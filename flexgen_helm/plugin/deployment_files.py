@@ -1,4 +1,6 @@
-"""Entries in `prod_env/*.yaml` for HELM's commands that load no plugins: `helm-summarize`, the proxy, Slurm workers."""
+"""Entries in `prod_env/*.yaml` for HELM's commands that load no plugins: `helm-summarize`, the
+proxy, Slurm workers.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,24 @@ Entry = dict[str, Any]
 def merge(folder: Path, names: list[str]) -> None:
     """Add the deployments `names`, their metadata and their tokenizers to HELM's files in `folder`.
 
-    Entries that we wrote earlier are replaced if the name means another model now; entries that a user wrote or
-    changed stay. Ours carry no client arguments: a name is resolved when it is used.
+    Entries that we wrote earlier are replaced if the name means another model now; entries that a
+    user wrote or changed stay. Ours carry no client arguments: a name is resolved when it is used.
     """
     # Keyed by the name of the list in the file; only the metadata's file is called otherwise.
-    entries: dict[str, list[Entry]] = {"model_deployments": [], "models": [], "tokenizer_configs": []}
+    entries: dict[str, list[Entry]] = {
+        "model_deployments": [],
+        "models": [],
+        "tokenizer_configs": [],
+    }
     for name in names:
         deployment = deployments.get_model_deployment(name)
         # Where the user has an entry for it, HELM makes the metadata that it needs.
         if name not in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT:
             entries["model_deployments"].append(asdict(deployment))
             entries["models"].append(asdict(get_model_metadata(name)))
-        if deployment.tokenizer_name and (config := get_tokenizer_config(deployment.tokenizer_name)):
+        if deployment.tokenizer_name and (
+            config := get_tokenizer_config(deployment.tokenizer_name)
+        ):
             entries["tokenizer_configs"].append(asdict(config))
     for key, wanted in entries.items():
         file = "model_metadata" if key == "models" else key
@@ -46,18 +54,24 @@ def merge(folder: Path, names: list[str]) -> None:
 
 def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
     new = {entry["name"]: _without_empty(entry) for entry in wanted}
-    with state_lock("prod_env.lock", timeout=60):  # else the entries of a run that starts now could be lost
+    # else the entries of a run that starts now could be lost
+    with state_lock("prod_env.lock", timeout=60):
         text, replaced = _merged(path, key, new)
         if text is None:
             return
         for name in replaced:
-            hwarn(f"{path}: the entry of {name} is replaced, because the name means another model than before")
+            hwarn(
+                f"{path}: the entry of {name} is replaced, because the name means another model "
+                "than before"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
 
 
 def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None, list[str]]:
-    """Return the file's text with the new entries, and the names that it had otherwise; no text if nothing changes."""
+    """Return the file's text with the new entries, and the names that it had otherwise; no text if
+    nothing changes.
+    """
     text = ""
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -70,14 +84,16 @@ def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None,
     for name, entry in new.items():
         if name in present and present[name] != entry and _is_ours(key, present[name]):
             replaced.append(name)
-            # One that does not stand in the file as we dump it is still there, so the file is rewritten below.
+            # One that does not stand in the file as we dump it is still there, so the file is
+            # rewritten below.
             for dump in _dumps([present.pop(name)]):
                 text = text.replace(dump, "", 1)
     missing = [entry for name, entry in new.items() if name not in present]
     if not missing:
         return None, []
     merged = {**content, key: [*present.values(), *missing]}
-    # Appending keeps the user's comments and order; it is right where the file then reads as intended.
+    # Appending keeps the user's comments and order; it is right where the file then reads as
+    # intended.
     start = text if text.endswith("\n") or not text else text + "\n"
     for appended in _dumps(missing):
         candidate = start + ("" if content else f"{key}:\n") + appended
@@ -94,7 +110,11 @@ def _dumps(entries: list[Entry]) -> tuple[str, str]:
 
 
 def _is_ours(key: str, entry: Entry) -> bool:
-    kinds = {"model_deployments": ModelDeployment, "models": ModelMetadata, "tokenizer_configs": TokenizerConfig}
+    kinds = {
+        "model_deployments": ModelDeployment,
+        "models": ModelMetadata,
+        "tokenizer_configs": TokenizerConfig,
+    }
     try:  # HELM's metadata has no default for the release date
         parsed: Any = cattrs.structure({"release_date": None, **entry}, kinds[key])
     except Exception:  # HELM says what is wrong with it, where it reads the file
@@ -103,5 +123,11 @@ def _is_ours(key: str, entry: Entry) -> bool:
 
 
 def _without_empty(entry: Entry) -> Entry:
-    """Drop empty values, which HELM's readers fill in, and `deployment_names`, which HELM itself adds."""
-    return {name: value for name, value in entry.items() if value not in (None, False) and name != "deployment_names"}
+    """Drop empty values, which HELM's readers fill in, and `deployment_names`, which HELM itself
+    adds.
+    """
+    return {
+        name: value
+        for name, value in entry.items()
+        if value not in (None, False) and name != "deployment_names"
+    }

@@ -13,42 +13,56 @@ from helm.common.object_spec import get_class_by_name
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError
 
-_REQUEST = re.compile(r" Request: \w*Request\(")  # HELM's executor appends it to a message, with the whole prompt
+# HELM's executor appends it to a message, with the whole prompt
+_REQUEST = re.compile(r" Request: \w*Request\(")
 # By name: of urllib, requests, httpx and the hub's client, none of which need be installed.
-_NETWORK_ERRORS = {"URLError", "ConnectionError", "ConnectError", "TimeoutError", "gaierror", "LocalEntryNotFoundError"}
+_NETWORK_ERRORS = {
+    "URLError",
+    "ConnectionError",
+    "ConnectError",
+    "TimeoutError",
+    "gaierror",
+    "LocalEntryNotFoundError",
+}
 
 
 def explain_failure(error: Exception, data: Path | None) -> str:
-    """Say what went wrong, and what to do where only data is missing that HELM downloads when it uses it.
+    """Say what went wrong, and what to do where only data is missing that HELM downloads when it
+    uses it.
 
-    data: the folder that the scenario's data belongs into; None if the run has its results and a metric failed.
+    data: the folder that the scenario's data belongs into; None if the run has its results and a
+        metric failed.
     """
     cause = _REQUEST.split(explain(error).strip())[0].partition("\n")[0]
     resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
     if isinstance(error, LookupError) and resource:
         return (
-            f"all answers are stored, but a metric needs NLTK's '{resource[1]}'. On a machine with network: "
-            f"python -m nltk.downloader {resource[1]}; then the same command only computes the metrics."
+            f"all answers are stored, but a metric needs NLTK's '{resource[1]}'. On a machine with "
+            f"network: python -m nltk.downloader {resource[1]}; then the same command only "
+            "computes the metrics."
         )
     if not _is_network_error(error):
         return cause
     if data is None:
         return (
-            f"all answers are stored, but a metric could not download what it needs ({cause}); where there is "
-            "a network, the same command only computes the metrics."
+            f"all answers are stored, but a metric could not download what it needs ({cause}); "
+            "where there is a network, the same command only computes the metrics."
         )
     wanted = _wanted_file(error)
     address, file = (f" from {wanted[0]}", wanted[1]) if wanted is not None else ("", None)
     # Perturbations have folders of their own.
     folder = data if file is None or file.is_relative_to(data) else file.parent
     return (
-        f"the scenario's data could not be downloaded{address} ({cause}). Copy it into {folder} from a machine that "
-        "has it (docs/how-to/offline.md), or go where there is a network; the same command then runs what is missing."
+        f"the scenario's data could not be downloaded{address} ({cause}). Copy it into {folder} "
+        "from a machine that has it (docs/how-to/offline.md), or go where there is a network; the "
+        "same command then runs what is missing."
     )
 
 
 def exit_code_of(error: Exception, data: Path | None) -> int:
-    """Return the exit code of a run that failed: 2 where it was refused, or its data is missing; data: as above."""
+    """Return the exit code of a run that failed: 2 where it was refused, or its data is missing;
+    data: as above.
+    """
     if isinstance(error, FlexgenError):
         return error.exit_code
     return 2 if data is not None and _is_network_error(error) else 1
@@ -62,14 +76,16 @@ def explain_entry(error: Exception, run_entry: str) -> str:
         return f"HELM makes no run of {run_entry} ({cause})"
     address, file = wanted
     return (
-        f"HELM makes no run of {run_entry} without {address}, which could not be downloaded ({cause}). Copy it to "
-        f"{file} from a machine that has it (docs/how-to/offline.md), leave the entry out, or go where there is a "
-        "network."
+        f"HELM makes no run of {run_entry} without {address}, which could not be downloaded "
+        f"({cause}). Copy it to {file} from a machine that has it (docs/how-to/offline.md), leave "
+        "the entry out, or go where there is a network."
     )
 
 
 def _wanted_file(error: BaseException | None) -> tuple[str, Path] | None:
-    """Return address and file of what HELM was downloading; None if it was another library's download."""
+    """Return address and file of what HELM was downloading; None if it was another library's
+    download.
+    """
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_name == "ensure_file_downloaded":
@@ -96,6 +112,7 @@ def data_folder(runner: Runner, run_spec: RunSpec) -> Path:
     """Return the folder where HELM keeps the data of a run's scenario."""
     try:
         name = str(get_class_by_name(run_spec.scenario_spec.class_name).name)
-    except Exception:  # the class cannot be imported, which is why the run failed, or names itself later
+    # the class cannot be imported, which is why the run failed, or names itself later
+    except Exception:
         name = "NAME"
     return Path(runner.output_path) / "scenarios" / name

@@ -1,8 +1,10 @@
-"""Everything of HELM that the plugin replaces, edits or calls though it is private: `PATCHES`, a table.
+"""Everything of HELM that the plugin replaces, edits or calls though it is private: `PATCHES`, a
+table.
 
-HELM gives a client one request per thread; it knows neither batches nor a client's files. So a plain `helm-run` is
-patched when HELM loads the plugin, and `flexgen-helm run` adds two patches. Where a function of HELM has other
-parameters than the table says, none of the command's patches are installed.
+HELM gives a client one request per thread; it knows neither batches nor a client's files. So a
+plain `helm-run` is patched when HELM loads the plugin, and `flexgen-helm run` adds two patches.
+Where a function of HELM has other parameters than the table says, none of the command's patches are
+installed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,15 @@ from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
 from flexgen_helm.plugin.usage import RUN_FILE, HelmRun, asked, digest
-from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, ProgressPhase, describe, observed_by
+from flexgen_helm.progress import (
+    Event,
+    Message,
+    ModelInUse,
+    PlanLine,
+    ProgressPhase,
+    describe,
+    observed_by,
+)
 from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
 
@@ -63,7 +73,8 @@ class HelmPatch:
     parameters: the function's; None where a decorator hides them, or the target is data.
     purpose: what the plugin does there, and why.
     fallback: what users lose where it looks different.
-    replacement: called with HELM's function and its arguments; None where the target is called or edited.
+    replacement: called with HELM's function and its arguments; None where the target is called or
+        edited.
     """
 
     command: Command
@@ -83,12 +94,15 @@ class HelmPatch:
         """Raise `UsageError` if HELM's target is missing or has other parameters."""
         try:
             target = getattr(*self.owner())
-            if self.parameters is not None and tuple(inspect.signature(target).parameters) != self.parameters:
+            if (
+                self.parameters is not None
+                and tuple(inspect.signature(target).parameters) != self.parameters
+            ):
                 raise TypeError(f"it takes {inspect.signature(target)}")
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise UsageError(
-                f"flexgen_helm does not know this version of HELM ({self.target}: {error}); run: pip install "
-                "crfm-helm==0.5.16"
+                f"flexgen_helm does not know this version of HELM ({self.target}: {error}); run: "
+                "pip install crfm-helm==0.5.16"
             ) from error
 
     def install(self) -> None:
@@ -110,7 +124,9 @@ class HelmPatch:
 PATCHES: list[HelmPatch] = []
 
 
-def _replaces(command: Command, target: str, parameters: str | None, fallback: str) -> Callable[[Any], Any]:
+def _replaces(
+    command: Command, target: str, parameters: str | None, fallback: str
+) -> Callable[[Any], Any]:
     """Add a patch to the table, whose purpose is the docstring of the decorated replacement."""
 
     def add(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +139,9 @@ def _replaces(command: Command, target: str, parameters: str | None, fallback: s
 
 
 def install(command: Command) -> None:
-    """Install the patches of a command, once. Raises `UsageError` and installs none if one does not fit."""
+    """Install the patches of a command, once. Raises `UsageError` and installs none if one does not
+    fit.
+    """
     patches = [patch for patch in PATCHES if patch.command == command]
     for patch in patches:
         patch.check()
@@ -132,7 +150,9 @@ def install(command: Command) -> None:
 
 
 def install_or_warn() -> None:
-    """Install the patches of `helm-run`; where they do not fit, HELM stays as it is and the user is told."""
+    """Install the patches of `helm-run`; where they do not fit, HELM stays as it is and the user is
+    told.
+    """
     _show_refusals()
     try:
         install("helm-run")
@@ -142,7 +162,9 @@ def install_or_warn() -> None:
 
 
 def _show_refusals() -> None:
-    """Show an error of ours that ends HELM's program as its sentence: the pages before it are HELM's and Python's."""
+    """Show an error of ours that ends HELM's program as its sentence: the pages before it are
+    HELM's and Python's.
+    """
     original = sys.excepthook
     if hasattr(original, "flexgen_helm"):
         return
@@ -164,7 +186,9 @@ def _show_refusals() -> None:
 
 
 class HelmLog:
-    """An observer that writes to HELM's log: each plan and message, and a line of progress now and then."""
+    """An observer that writes to HELM's log: each plan and message, and a line of progress now and
+    then.
+    """
 
     def __init__(self) -> None:
         self._model = ""
@@ -179,7 +203,11 @@ class HelmLog:
         elif isinstance(event, PlanLine):
             self._say(f"{self._model}: {event.text}")
         elif isinstance(event, ProgressPhase):
-            if event.name != self._phase and not event.is_finished and event.name in ("fetch", "convert", "measure"):
+            if (
+                event.name != self._phase
+                and not event.is_finished
+                and event.name in ("fetch", "convert", "measure")
+            ):
                 self._say(describe(event))
             self._phase = event.name
         elif isinstance(event, Progress) and time.monotonic() - self._last_line >= LINE_EVERY_S:
@@ -196,25 +224,36 @@ _NO_RECORD = "No `flexgen_*` statistics and no `flexgen_run.json`."
 
 
 class RunCollected(Exception):
-    """Leaves a `run_one` of a suite's first pass whose requests have been made. HELM catches nothing on the way."""
+    """Leaves a `run_one` of a suite's first pass whose requests have been made. HELM catches
+    nothing on the way.
+    """
 
     def __init__(self, submission: Submission | None) -> None:
         self.submission = submission
 
 
-@_replaces("helm-run", "executor:Executor.execute", None, "Batches are what arrives within 50 ms of each other.")
+@_replaces(
+    "helm-run",
+    "executor:Executor.execute",
+    None,
+    "Batches are what arrives within 50 ms of each other.",
+)
 def _execute(
     original: Callable[..., ScenarioState], executor: Executor, scenario_state: ScenarioState
 ) -> ScenarioState:
-    """Submits all requests of the run as one block, and then runs HELM's own function, which asks for one request per
-    thread.
+    """Submits all requests of the run as one block, and then runs HELM's own function, which asks
+    for one request per thread.
     """
     context = get_context()
     run_spec = context.needs_requests
     if run_spec is not None and not scenario_state.request_states:
         # HELM passes over files that are missing, and would score nothing.
-        arguments = ", ".join(f"{name}={value}" for name, value in run_spec.scenario_spec.args.items())
-        raise UsageError(f"no instances to evaluate: check {arguments or 'the data of the scenario'}")
+        arguments = ", ".join(
+            f"{name}={value}" for name, value in run_spec.scenario_spec.args.items()
+        )
+        raise UsageError(
+            f"no instances to evaluate: check {arguments or 'the data of the scenario'}"
+        )
     if context.suite is not None and context.run is not None:
         scenario_state = context.suite.sampled(context.run, scenario_state)
     submission = prepare_run(executor, scenario_state)
@@ -239,7 +278,9 @@ def _execute(
 
 
 def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission | None:
-    """Return the requests of a scenario state for the service; None if they are not ours or must not be executed."""
+    """Return the requests of a scenario state for the service; None if they are not ours or must
+    not be executed.
+    """
     spec = executor.execution_spec
     model = model_of(scenario_state.adapter_spec) if _is_executed(spec) else None
     if model is None:
@@ -247,7 +288,8 @@ def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission
     context, requests, instances = get_context(), [], []
     try:
         for state in scenario_state.request_states:
-            with suppress(NonRetriableException):  # this request fails alone, when the client gets it
+            # this request fails alone, when the client gets it
+            with suppress(NonRetriableException):
                 requests.append(to_helm_request(state.request, model, context.models))
                 instances.append((str(state.instance.id), state.instance.split))
     except (FlexgenError, ValueError):
@@ -258,8 +300,8 @@ def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission
     if clipped := sum(request.is_clipped for request in requests):
         name = context.run.name if context.run is not None else model.name
         context.tell_once(
-            f"{clipped:,} of {count(len(requests), 'request')} of {name} ask for more tokens than the model's window "
-            "leaves, so their max_tokens is lowered to what is left",
+            f"{clipped:,} of {count(len(requests), 'request')} of {name} ask for more tokens than "
+            "the model's window leaves, so their max_tokens is lowered to what is left",
             True,
         )
     interrupt_on_signals()
@@ -286,20 +328,26 @@ def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
 
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
-    """Appends our throughput metric, starts loading the model, and opens the record for `flexgen_run.json`. Has
-    `--skip-completed-runs` skip no sample.
+    """Appends our throughput metric, starts loading the model, and opens the record for
+    `flexgen_run.json`. Has `--skip-completed-runs` skip no sample.
     """
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
     model, spec = model_of(run_spec.adapter_spec), runner.executor.execution_spec
-    if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):  # which HELM takes for completed
+    # which HELM takes for completed
+    if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):
         runner = copy(runner)
         runner.skip_completed_runs = False
     context.needs_requests = run_spec if model is not None and not runner.skip_instances else None
-    with context.suite.watched(runner, run_spec) if context.suite is not None else observed_by(HelmLog()):
+    with (
+        context.suite.watched(runner, run_spec)
+        if context.suite is not None
+        else observed_by(HelmLog())
+    ):
         if model is None or not _is_executed(spec):
             context.dry_run = folder if runner.dry_run and model is not None else None
             return original(runner, run_spec)
-        if not (runner.skip_completed_runs or runner.cache_instances_only):  # else perhaps nothing is computed
+        # else perhaps nothing is computed
+        if not (runner.skip_completed_runs or runner.cache_instances_only):
             context.service.preload(model, _uses_cache(spec))
         if context.suite is None:  # which has written those of all runs
             _write_entry(spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment)
@@ -307,7 +355,10 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
         if context.suite is not None:
             context.run.entry = context.suite.entries.get(run_spec.name)
         try:
-            original(runner, replace(run_spec, metric_specs=[*run_spec.metric_specs, MetricSpec(METRIC_CLASS)]))
+            original(
+                runner,
+                replace(run_spec, metric_specs=[*run_spec.metric_specs, MetricSpec(METRIC_CLASS)]),
+            )
         finally:
             context.run = None
 
@@ -322,17 +373,26 @@ def _write_entry(folder: str, deployment: str) -> None:
 
 PATCHES.append(
     HelmPatch(
-        "helm-run", "runner:Runner._get_run_path", ("self", "run_spec"), "Is called for the run's folder.", _NO_RECORD
+        "helm-run",
+        "runner:Runner._get_run_path",
+        ("self", "run_spec"),
+        "Is called for the run's folder.",
+        _NO_RECORD,
     )
 )
 
 
-@_replaces("helm-run", "runner:write", "file_path content", "A run that was killed while it wrote may look complete.")
+@_replaces(
+    "helm-run",
+    "runner:write",
+    "file_path content",
+    "A run that was killed while it wrote may look complete.",
+)
 def _write(original: Callable[[str, str], None], file_path: str, content: str) -> None:
-    """Replaces each file of a run of ours whole, removes the old last file before it writes the first, and writes
-    `flexgen_run.json` before the last. So `--skip-completed-runs`, which tests only whether files exist, does not skip
-    a run that was killed in between. The files of a dry run go into a folder of their own, so that they neither
-    replace results nor pass for them.
+    """Replaces each file of a run of ours whole, removes the old last file before it writes the
+    first, and writes `flexgen_run.json` before the last. So `--skip-completed-runs`, which tests
+    only whether files exist, does not skip a run that was killed in between. The files of a dry run
+    go into a folder of their own, so that they neither replace results nor pass for them.
     """
     run, path = get_context().run, Path(file_path)
     if path.parent == get_context().dry_run:
@@ -358,23 +418,36 @@ def _write(original: Callable[[str, str], None], file_path: str, content: str) -
 def _get_adapter(
     original: Callable[..., Adapter], adapter_spec: AdapterSpec, tokenizer_service: TokenizerService
 ) -> Adapter:
-    """Lets an adapter spec bring its own adapter (`make_adapter`), because HELM has a closed list of methods."""
+    """Lets an adapter spec bring its own adapter (`make_adapter`), because HELM has a closed list
+    of methods.
+    """
     run = get_context().run
     if run is not None and run.adapt_started is None:
         run.adapt_started = time.monotonic()
     # HELM's specs have no such function; those of `flexgen_helm.scenarios.adapters` do.
     make_adapter = getattr(adapter_spec, "make_adapter", None)
-    return original(adapter_spec, tokenizer_service) if make_adapter is None else make_adapter(tokenizer_service)
+    return (
+        original(adapter_spec, tokenizer_service)
+        if make_adapter is None
+        else make_adapter(tokenizer_service)
+    )
 
 
 @_replaces(
     "helm-run",
     "run_expander:ModelRunExpander.replace_model_in_run_spec",
     "self model_deployment_name run_spec",
-    "Run entries with `follow_format_instructions=instruct`, as those of HELM Lite, stop with an error.",
+    (
+        "Run entries with `follow_format_instructions=instruct`, as those of HELM Lite, stop with "
+        "an error."
+    ),
 )
-def _replace_model(original: Callable[..., RunSpec], expander: Any, name: str, run_spec: RunSpec) -> RunSpec:
-    """Registers the model before the next expander reads its tags. HELM looks a deployment up after all expanders."""
+def _replace_model(
+    original: Callable[..., RunSpec], expander: Any, name: str, run_spec: RunSpec
+) -> RunSpec:
+    """Registers the model before the next expander reads its tags. HELM looks a deployment up after
+    all expanders.
+    """
     if name.startswith(PREFIX):
         get_model_deployment(name)
     return original(expander, name, run_spec)
@@ -385,8 +458,8 @@ PATCHES += [
         "helm-run",
         registry,
         None,
-        "Is edited: entries of `prod_env` are completed, and dropped where `flexgen-helm run` wrote them, because a "
-        "name may mean another model now.",
+        "Is edited: entries of `prod_env` are completed, and dropped where `flexgen-helm run` "
+        "wrote them, because a name may mean another model now.",
         "Nothing is registered, and HELM prints why; `flexgen-helm doctor` fails.",
     )
     for registry in (
@@ -416,12 +489,18 @@ def _run_entries_to_run_specs(
 ) -> list[RunSpec]:
     """Writes model names as HELM needs them, and multiplies runs by `--precision`."""
     suite = get_context().suite
-    return original(run_entries, **filters) if suite is None else suite.run_specs(original, run_entries, **filters)
+    return (
+        original(run_entries, **filters)
+        if suite is None
+        else suite.run_specs(original, run_entries, **filters)
+    )
 
 
 @_replaces("flexgen-helm run", "runner:Runner.run_all", "self run_specs", _NO_SUITE)
 def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunSpec]) -> None:
-    """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one block."""
+    """Goes over all runs up to `Executor.execute` first, so that all requests of a model are one
+    block.
+    """
     if (suite := get_context().suite) is not None:
         suite.collect(runner, run_specs, partial(original, runner, run_specs))
     original(runner, run_specs)

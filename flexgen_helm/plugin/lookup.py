@@ -1,7 +1,8 @@
-"""Look one deployment up as HELM does: `flexgen-helm doctor` runs this file's text in a fresh interpreter.
+"""Look one deployment up as HELM does: `flexgen-helm doctor` runs this file's text in a fresh
+interpreter.
 
-HELM loads plugins by entry point and swallows what goes wrong there, so only a look-up tells. Nothing of ours is
-imported here, or the entry point would not be what is tested.
+HELM loads plugins by entry point and swallows what goes wrong there, so only a look-up tells.
+Nothing of ours is imported here, or the entry point would not be what is tested.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""Throughput as HELM statistics, so that `helm-summarize` and HELM's web page show it beside the scores."""
+"""Throughput as HELM statistics, so that `helm-summarize` and HELM's web page show it beside the
+scores.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ _FIGURES = {
     "padded_throughput": (
         "Padded throughput",
         "Padded tok/s",
-        "Prompt and output tokens asked for, and padding positions computed, per second of the engine.",
+        (
+            "Prompt and output tokens asked for, and padding positions computed, per second of the "
+            "engine."
+        ),
     ),
     "actual_throughput": (
         "Actual throughput",
@@ -38,7 +43,11 @@ class FlexgenThroughputMetric(MetricInterface):
         return "FlexgenThroughputMetric"
 
     def evaluate(
-        self, scenario_state: ScenarioState, metric_service: MetricService, eval_cache_path: str, parallelism: int
+        self,
+        scenario_state: ScenarioState,
+        metric_service: MetricService,
+        eval_cache_path: str,
+        parallelism: int,
     ) -> MetricResult:
         run = get_context().run
         usage = run.usage() if run is not None else {}
@@ -54,6 +63,13 @@ class FlexgenThroughputMetric(MetricInterface):
 
     def get_metadata(self) -> list[MetricMetadata]:
         return [
-            MetricMetadata(f"flexgen_{name}", title, short_title, description, lower_is_better=False, group=GROUP)
+            MetricMetadata(
+                f"flexgen_{name}",
+                title,
+                short_title,
+                description,
+                lower_is_better=False,
+                group=GROUP,
+            )
             for name, (title, short_title, description) in _FIGURES.items()
         ]

@@ -1,8 +1,9 @@
 """Model names of HELM deployments and the models behind them. Imports neither HELM nor torch.
 
-A name is `flexgen/` and then a catalog name, `<org>--<repo>` of the hub, or a name of the user's own file
-(`FLEXGEN_HELM_MODELS`). Suffixes may follow: of the chat template (`-no-template`), of other settings of prompts
-(`-chat-1f09ab`, which one call of `flexgen-helm run` knows), and of the precision (`-4bit`).
+A name is `flexgen/` and then a catalog name, `<org>--<repo>` of the hub, or a name of the user's
+own file (`FLEXGEN_HELM_MODELS`). Suffixes may follow: of the chat template (`-no-template`), of
+other settings of prompts (`-chat-1f09ab`, which one call of `flexgen-helm run` knows), and of the
+precision (`-4bit`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def find_model(
 
     arguments: those of the deployment's entry in a file
     overrides: options that win over the entry's: the flags of `flexgen-helm run`
-    Raises UnknownModelError, or UsageError for an argument that does not exist. Neither is a ValueError: HELM takes
-    a ValueError in a name look-up for 'no such model' and drops the message.
+    Raises UnknownModelError, or UsageError for an argument that does not exist. Neither is a
+    ValueError: HELM takes a ValueError in a name look-up for 'no such model' and drops the message.
     """
     short = name.removeprefix(PREFIX)
     given = _without_empty(arguments or {})
@@ -46,13 +47,22 @@ def find_model(
     else:
         resolved = names.resolve(path, revision)
         template = names.split_template(base)[1]
-        suffixes = {"precision": precision if precision != "fp16" else None, "apply_chat_template": template}
+        suffixes = {
+            "precision": precision if precision != "fp16" else None,
+            "apply_chat_template": template,
+        }
         said = {**resolved.options, **_without_empty(suffixes)}
     options = {"precision": "fp16", **said, **given, **(overrides or {})}
     if unknown := sorted(set(options) - set(ARGUMENTS)):
-        raise UsageError(f"the model {name} has the unknown argument {unknown[0]!r}; known are {', '.join(ARGUMENTS)}")
-    # The shortest name or path by which the engine finds the same weights, without suffixes or arguments.
-    target = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
+        raise UsageError(
+            f"the model {name} has the unknown argument {unknown[0]!r}; known are "
+            f"{', '.join(ARGUMENTS)}"
+        )
+    # The shortest name or path by which the engine finds the same weights, without suffixes or
+    # arguments.
+    target = resolved.path or (
+        resolved.entry.name if resolved.entry is not None else resolved.hub_repo
+    )
     return ModelArguments(short, str(target), resolved.revision, _without_empty(options))
 
 
@@ -67,19 +77,28 @@ def _refuse_slash(name: str, short: str) -> None:
     if not names.is_hub_name(short) or Path(short).is_dir():
         raise UnknownModelError(names.naming_advice(short))
     raise UnknownModelError(
-        f"'{name}' has one slash too many for HELM, which would mix its results up with those of another "
-        f"client; write '{PREFIX}{short.replace('/', '--')}'"
+        f"'{name}' has one slash too many for HELM, which would mix its results up with those of "
+        f"another client; write '{PREFIX}{short.replace('/', '--')}'"
     )
 
 
 def prompt_digest(options: Mapping[str, Any]) -> str:
-    """Return a digest of those settings of prompts that have no suffix of their own; '' without any."""
-    given = {name: options[name] for name in PROMPT_OPTIONS if name != "apply_chat_template" and name in options}
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:6] if given else ""
+    """Return a digest of those settings of prompts that have no suffix of their own; '' without
+    any.
+    """
+    given = {
+        name: options[name]
+        for name in PROMPT_OPTIONS
+        if name != "apply_chat_template" and name in options
+    }
+    return (
+        hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:6] if given else ""
+    )
 
 
 def with_settings(name: str, precision: str | None, template: bool | None, digest: str = "") -> str:
-    """Return `name` with the suffixes of settings: results of two settings must not share a directory.
+    """Return `name` with the suffixes of settings: results of two settings must not share a
+    directory.
 
     precision, template: None keeps what the name says. digest: as `prompt_digest` returns it.
     Raises `UsageError` where the name says otherwise.
@@ -87,11 +106,16 @@ def with_settings(name: str, precision: str | None, template: bool | None, diges
     short = name.removeprefix(PREFIX)
     base, own_precision = names.split_precision(short)
     if precision is not None and own_precision not in ("fp16", precision):
-        raise UsageError(f"the model name {name} says {own_precision}, the command line says {precision}")
+        raise UsageError(
+            f"the model name {name} says {own_precision}, the command line says {precision}"
+        )
     end = f"{names.DIGEST_SUFFIX}{digest}" if digest else ""
     base, own_template = names.split_template(base.removesuffix(end))
     if template is not None and own_template not in (None, template):
-        raise UsageError(f"the model name {name} and --chat-template {str(template).lower()} contradict each other")
+        raise UsageError(
+            f"the model name {name} and --chat-template {str(template).lower()} contradict each "
+            "other"
+        )
     template = own_template if template is None else template
     return PREFIX + names.with_suffixes(
         names.with_suffixes(base, template, "fp16") + end, None, precision or own_precision

@@ -1,4 +1,6 @@
-"""The flags of a suite that change its models, and so their names: results of two settings must not share a folder."""
+"""The flags of a suite that change its models, and so their names: results of two settings must not
+share a folder.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,11 @@ class ModelSettings:
     prompt_digest: str = ""
 
     def names(self, text: str) -> list[str]:
-        """Write our models' names as HELM needs them: without a second slash, once per precision of the flags.
+        """Write our models' names as HELM needs them: without a second slash, once per precision of
+        the flags.
 
-        A suffix would make another name of a deployment that has an entry in `prod_env`, so these stay unchanged.
+        A suffix would make another name of a deployment that has an entry in `prod_env`, so these
+        stay unchanged.
         """
         text = without_slash(text)
 
@@ -59,38 +63,47 @@ class ModelSettings:
     def check(self, name: str) -> None:
         """Raise `UsageError` if a flag differs from what an entry says of the deployment `name`.
 
-        Its runs would be computed under one setting and filed under another, or written over those of another.
+        Its runs would be computed under one setting and filed under another, or written over those
+        of another.
         """
         model = registration.model_of(name)
         if model is None:
             return
         flag = ",".join(self.precisions)
-        precision = model.config.precision or "fp16" if flag else ""  # options of others are refused when they are run
+        # options of others are refused when they are run
+        precision = model.config.precision or "fp16" if flag else ""
         if not _has_entry(name):
             if flag and precision != split_precision(name)[1]:
                 raise UsageError(
-                    f"--precision {flag} cannot change {name}, which the file that FLEXGEN_HELM_MODELS names says is "
-                    f"{precision}; take `precision` out of its entry there, or leave out --precision"
+                    f"--precision {flag} cannot change {name}, which the file that "
+                    f"FLEXGEN_HELM_MODELS names says is {precision}; take `precision` out of its "
+                    "entry there, or leave out --precision"
                 )
             return
-        # The flags of the digest are among the model's options already; the entry alone says what its name stands for.
+        # The flags of the digest are among the model's options already; the entry alone says what
+        # its name stands for.
         entry = get_model_deployment(name).client_spec.args or {}
         flags = {**get_context().engine_options, "apply_chat_template": self.chat_template}
         for option in PROMPT_OPTIONS:
             wanted = flags.get(option)
-            if wanted is not None and (entry.get(option) is None or parse_option(option, entry[option]) != wanted):
+            if wanted is not None and (
+                entry.get(option) is None or parse_option(option, entry[option]) != wanted
+            ):
                 raise UsageError(
-                    f"{OPTIONS[option].metadata['flags'][0].name} cannot change {name}, which has an entry in "
-                    f"model_deployments.yaml; write `{option}` into the args of an entry with a name of its own"
+                    f"{OPTIONS[option].metadata['flags'][0].name} cannot change {name}, which has "
+                    f"an entry in model_deployments.yaml; write `{option}` into the args of an "
+                    "entry with a name of its own"
                 )
         if flag and flag != precision:
             raise UsageError(
-                f"--precision {flag} cannot change {name}, which its entry in model_deployments.yaml says is "
-                f"{precision}; give each precision an entry of its own, with `precision` in its args, and leave out "
-                "--precision"
+                f"--precision {flag} cannot change {name}, which its entry in "
+                f"model_deployments.yaml says is {precision}; give each precision an entry of its "
+                "own, with `precision` in its args, and leave out --precision"
             )
 
 
 def _has_entry(name: str) -> bool:
-    """Whether a user's file defines the deployment `name`; ours are generated and never in HELM's registry."""
+    """Whether a user's file defines the deployment `name`; ours are generated and never in HELM's
+    registry.
+    """
     return name in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT

@@ -1,6 +1,7 @@
 """What HELM's registries know of `flexgen/…` names: deployments, metadata, tokenizers.
 
-HELM calls a generator at every look-up and does not cache what it returns, so the plugin's context does.
+HELM calls a generator at every look-up and does not cache what it returns, so the plugin's context
+does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from helm.benchmark.model_metadata_registry import (
     ModelMetadata,
     register_model_metadata,
 )
-from helm.benchmark.tokenizer_config_registry import TokenizerConfig, TokenizerSpec, tokenizer_config_generator
+from helm.benchmark.tokenizer_config_registry import (
+    TokenizerConfig,
+    TokenizerSpec,
+    tokenizer_config_generator,
+)
 from helm.common.hierarchical_logger import hwarn
 
 from flexgen_helm.checkpoint.names import PREFIX
@@ -34,22 +39,29 @@ from flexgen_helm.service.models import ModelArguments, ModelFacts, needs_downlo
 if TYPE_CHECKING:
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
-# By name, because importing the classes would bring HELM's client and window machinery into every registration.
+# By name, because importing the classes would bring HELM's client and window machinery into every
+# registration.
 TOKENIZER_CLASS = "flexgen_helm.plugin.tokenizer_client.FlexgenTokenizer"
 WINDOW_CLASS = "flexgen_helm.plugin.tokenizer_client.FlexgenWindowService"
 END_OF_TEXT = "<|endoftext|>"
 
 
 def runs_scenarios() -> bool:
-    """Whether this process runs scenarios; `helm-summarize` imports the plugin only because runs name our metric."""
+    """Whether this process runs scenarios; `helm-summarize` imports the plugin only because runs
+    name our metric.
+    """
     program = getattr(sys.modules.get("__main__"), "__spec__", None)  # of `python -m`
-    return "helm.benchmark.run" in sys.modules or getattr(program, "name", "") == "helm.benchmark.run"
+    return (
+        "helm.benchmark.run" in sys.modules or getattr(program, "name", "") == "helm.benchmark.run"
+    )
 
 
 def make_deployment(name: str) -> ModelDeployment:
-    """Make the deployment `flexgen/…`. Raises `UnknownModelError` with one sentence, which reaches the user.
+    """Make the deployment `flexgen/…`. Raises `UnknownModelError` with one sentence, which reaches
+    the user.
 
-    In a process that only shows results, a model that is not known here has its name and nothing else.
+    In a process that only shows results, a model that is not known here has its name and nothing
+    else.
     """
     context, facts = get_context(), None
     try:
@@ -59,18 +71,24 @@ def make_deployment(name: str) -> ModelDeployment:
     except FlexgenError:
         if runs_scenarios():
             raise
-    facts = facts or ModelFacts(name.removeprefix(PREFIX), max_positions=1, num_parameters=0, instruct=False)
+    facts = facts or ModelFacts(
+        name.removeprefix(PREFIX), max_positions=1, num_parameters=0, instruct=False
+    )
     if name not in metadata_registry.MODEL_NAME_TO_MODEL_METADATA:
         register_model_metadata(_metadata(name, facts))
     return _deployment(name, facts.max_positions)
 
 
 def _deployment(name: str, max_positions: int) -> ModelDeployment:
-    return _complete(ModelDeployment(name=name, client_spec=ClientSpec(class_name=CLIENT_CLASS)), max_positions)
+    return _complete(
+        ModelDeployment(name=name, client_spec=ClientSpec(class_name=CLIENT_CLASS)), max_positions
+    )
 
 
 def _metadata(name: str, facts: ModelFacts) -> ModelMetadata:
-    """The tags decide which run expanders apply; those that rewrite prompts for other vendors' models are left out."""
+    """The tags decide which run expanders apply; those that rewrite prompts for other vendors'
+    models are left out.
+    """
     tags = [TEXT_MODEL_TAG, FULL_FUNCTIONALITY_TEXT_MODEL_TAG]
     if facts.instruct:
         tags.append(INSTRUCTION_FOLLOWING_MODEL_TAG)
@@ -94,14 +112,17 @@ def make_tokenizer_config(name: str) -> TokenizerConfig:
 
 def _tokenizer_config(name: str, end_of_text: str | None, prefix: str | None) -> TokenizerConfig:
     spec = TokenizerSpec(class_name=TOKENIZER_CLASS)
-    return TokenizerConfig(name=name, tokenizer_spec=spec, end_of_text_token=end_of_text, prefix_token=prefix)
+    return TokenizerConfig(
+        name=name, tokenizer_spec=spec, end_of_text_token=end_of_text, prefix_token=prefix
+    )
 
 
 def prefix_token(tokenizer: Tokenizer) -> str | None:
-    """Return what precedes a document in language modelling: BOS where the model was trained with one.
+    """Return what precedes a document in language modelling: BOS where the model was trained with
+    one.
 
-    Chat tunes rename BOS and EOS to their turn marks. Where the vocabulary still has the base model's document
-    separator, documents began with it in training.
+    Chat tunes rename BOS and EOS to their turn marks. Where the vocabulary still has the base
+    model's document separator, documents began with it in training.
     """
     if tokenizer.bos_id in tokenizer.prefix:
         return tokenizer.bos_text
@@ -113,10 +134,13 @@ def prefix_token(tokenizer: Tokenizer) -> str | None:
 def _complete(entry: ModelDeployment, max_positions: int) -> ModelDeployment:
     """Fill in what the entry leaves open.
 
-    The last token of a request is never fed to the model, so a request may be one longer than the positions.
+    The last token of a request is never fed to the model, so a request may be one longer than the
+    positions.
     """
     # Only names below `flexgen/` reach our tokenizer generator.
-    tokenizer_name = entry.name if entry.name.startswith(PREFIX) else PREFIX + entry.name.replace("/", "--")
+    tokenizer_name = (
+        entry.name if entry.name.startswith(PREFIX) else PREFIX + entry.name.replace("/", "--")
+    )
     return replace(
         entry,
         tokenizer_name=entry.tokenizer_name or tokenizer_name,
@@ -137,22 +161,31 @@ def model_of(deployment_name: str) -> ModelArguments | None:
 
 
 def model_of_tokenizer(name: str) -> ModelArguments:
-    """Return the model whose tokenizer has this name: a deployment entry's, or the one the name itself means."""
+    """Return the model whose tokenizer has this name: a deployment entry's, or the one the name
+    itself means.
+    """
     for entry in deployments.ALL_MODEL_DEPLOYMENTS:
-        if entry.client_spec.class_name == CLIENT_CLASS and name in (entry.tokenizer_name, entry.name):
+        if entry.client_spec.class_name == CLIENT_CLASS and name in (
+            entry.tokenizer_name,
+            entry.name,
+        ):
             return _model_of_entry(entry)
     return get_context().find_model(name)
 
 
 def is_ours(entry: ModelDeployment | ModelMetadata | TokenizerConfig) -> bool:
-    """Whether an entry is exactly what `flexgen-helm run` writes into `prod_env`, without any change by a user.
+    """Whether an entry is exactly what `flexgen-helm run` writes into `prod_env`, without any
+    change by a user.
 
-    Such an entry says what its name meant when it was written, which may not be what the user means now.
+    Such an entry says what its name meant when it was written, which may not be what the user means
+    now.
     """
     if not entry.name.startswith(PREFIX):
         return False
     if isinstance(entry, ModelDeployment):
-        return entry.max_sequence_length is not None and entry == _deployment(entry.name, entry.max_sequence_length)
+        return entry.max_sequence_length is not None and entry == _deployment(
+            entry.name, entry.max_sequence_length
+        )
     if isinstance(entry, TokenizerConfig):
         return entry == _tokenizer_config(entry.name, entry.end_of_text_token, entry.prefix_token)
     is_instruct = INSTRUCTION_FOLLOWING_MODEL_TAG in entry.tags
@@ -169,21 +202,33 @@ def _drop(entries: list[Any], by_name: dict[str, Any], is_unwanted: Callable[[An
 def complete_file_deployments() -> None:
     """Complete entries of `prod_env/model_deployments.yaml`, which need only a name and our client.
 
-    A process that only shows results uses the entries unchanged: they describe the models of those results.
+    A process that only shows results uses the entries unchanged: they describe the models of those
+    results.
 
-    HELM reads that file before it loads plugins. Values that the user wrote stay. Entries that `flexgen-helm run`
-    wrote are dropped, and generated when they are looked up.
+    HELM reads that file before it loads plugins. Values that the user wrote stay. Entries that
+    `flexgen-helm run` wrote are dropped, and generated when they are looked up.
     """
     if not runs_scenarios():
         return
     context = get_context()
-    # A name may mean another model than when its entry was written. Our generators answer for the names that are used,
-    # as if there were no files; to look all of them up here would fetch models from the hub.
+    # A name may mean another model than when its entry was written. Our generators answer for the
+    # names that are used, as if there were no files; to look all of them up here would fetch models
+    # from the hub.
     context.generated.cache_clear()
-    listed, by_name = deployments.ALL_MODEL_DEPLOYMENTS, deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
+    listed, by_name = (
+        deployments.ALL_MODEL_DEPLOYMENTS,
+        deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT,
+    )
     _drop(listed, by_name, lambda entry: entry.name not in context.completed and is_ours(entry))
-    _drop(tokenizer_registry.ALL_TOKENIZER_CONFIGS, tokenizer_registry.TOKENIZER_NAME_TO_CONFIG, is_ours)
-    known, known_by_name = metadata_registry.ALL_MODELS_METADATA, metadata_registry.MODEL_NAME_TO_MODEL_METADATA
+    _drop(
+        tokenizer_registry.ALL_TOKENIZER_CONFIGS,
+        tokenizer_registry.TOKENIZER_NAME_TO_CONFIG,
+        is_ours,
+    )
+    known, known_by_name = (
+        metadata_registry.ALL_MODELS_METADATA,
+        metadata_registry.MODEL_NAME_TO_MODEL_METADATA,
+    )
     # HELM wants metadata for each deployment in its registry.
     _drop(known, known_by_name, lambda entry: entry.name not in by_name and is_ours(entry))
     for index, entry in enumerate(listed):
@@ -192,7 +237,9 @@ def complete_file_deployments() -> None:
             continue
         try:
             model = _model_of_entry(entry)
-            completed = _complete(entry, entry.max_sequence_length or context.models.facts(model).max_positions)
+            completed = _complete(
+                entry, entry.max_sequence_length or context.models.facts(model).max_positions
+            )
         except FlexgenError as error:
             hwarn(f"The deployment {entry.name} cannot be used: {error}")
             continue
@@ -203,6 +250,10 @@ def complete_file_deployments() -> None:
 @cache
 def register() -> None:
     """Register once per process: HELM refuses a second generator for one prefix."""
-    deployments.model_deployment_generator("flexgen")(lambda name: get_context().generated(make_deployment, name))
-    tokenizer_config_generator("flexgen")(lambda name: get_context().generated(make_tokenizer_config, name))
+    deployments.model_deployment_generator("flexgen")(
+        lambda name: get_context().generated(make_deployment, name)
+    )
+    tokenizer_config_generator("flexgen")(
+        lambda name: get_context().generated(make_tokenizer_config, name)
+    )
     complete_file_deployments()

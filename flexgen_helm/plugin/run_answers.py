@@ -1,7 +1,7 @@
 """The requests of a finished run in token ids, with the answers that they got.
 
-HELM's file of a run has texts. The response cache has token ids, under the keys of the requests. A result is taken only
-if it is what the file says, to the last digit.
+HELM's file of a run has texts. The response cache has token ids, under the keys of the requests. A
+result is taken only if it is what the file says, to the last digit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from flexgen_helm.service.service import Service
 
 
 def read_compared_prompts(run: RunScores) -> ComparedPrompts:
-    """Return prompts and answers of the instances that HELM scored, with the tokens that make their scores.
+    """Return prompts and answers of the instances that HELM scored, with the tokens that make their
+    scores.
 
     - Generated: the tokens of the answer, of several completions those of the first.
     - A choice that was scored: its last tokens, as many as HELM counts.
@@ -56,12 +57,17 @@ def read_compared_prompts(run: RunScores) -> ComparedPrompts:
     model = context.find_model(f"{PREFIX}{run.run['model']}")
     encoder = context.models.encoder(model)
     # `index` has the scored instances alone: none with a perturbation.
-    states = [state for state in read_states(run.folder, run.instances.index) if state["result"]["success"]]
+    states = [
+        state
+        for state in read_states(run.folder, run.instances.index)
+        if state["result"]["success"]
+    ]
     answered = _stored_results(run, model, states)
     if missing := len(states) - len(answered):
         raise UsageError(
-            f"{count(missing, 'answer')} of {len(states):,} of {run.name} {'is' if missing == 1 else 'are'} not in the "
-            "response cache as the run has them; make the run again with flexgen-helm run, without --disable-cache"
+            f"{count(missing, 'answer')} of {len(states):,} of {run.name} "
+            f"{'is' if missing == 1 else 'are'} not in the response cache as the run has them; "
+            "make the run again with flexgen-helm run, without --disable-cache"
         )
     token_ids, compared, documents = [], [], []
     for index, state in enumerate(states):
@@ -87,15 +93,22 @@ def _stored_results(
         results = cache.get_many([helm_request.key for helm_request in converted])
     for index, helm_request in enumerate(converted):
         if (result := results.get(helm_request.key)) is not None:
-            shown = to_request_result(requests[index], helm_request, result, True, models.encoder(model))
-            in_file = [(output["text"], output["logprob"]) for output in states[index]["result"]["completions"]]
+            shown = to_request_result(
+                requests[index], helm_request, result, True, models.encoder(model)
+            )
+            in_file = [
+                (output["text"], output["logprob"])
+                for output in states[index]["result"]["completions"]
+            ]
             if in_file == [(output.text, output.logprob) for output in shown.completions]:
                 found[index] = helm_request, result
     return found
 
 
 def _kind(run: RunScores) -> type[Request]:
-    """Return the class of a run's requests: they go through the template, or the record says nothing of one."""
+    """Return the class of a run's requests: they go through the template, or the record says
+    nothing of one.
+    """
     return PlainTextRequest if run.run.get("chat_template") is None else Request
 
 
@@ -111,11 +124,14 @@ def _scored_tokens(
         # As HELM's BasicReferenceMetric counts the tokens of a reference.
         text = state["instance"]["references"][reference]["output"]["text"]
         return ids, max(1, len(ids) - len(encoder.encode(f" {text}")))
-    return ids, max(1, len(prompt) - len(request.echo_ids) + state.get("num_conditioning_tokens", 0))
+    return ids, max(
+        1, len(prompt) - len(request.echo_ids) + state.get("num_conditioning_tokens", 0)
+    )
 
 
 def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
-    """Return the answers of each run in the folder of a suite; and the names of runs that are unfinished or not ours.
+    """Return the answers of each run in the folder of a suite; and the names of runs that are
+    unfinished or not ours.
 
     Raises `FlexgenError` for a file that is damaged, and `UsageError` without a folder.
     """
@@ -123,7 +139,9 @@ def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
     left = {path.parent for path in suite.glob(f"*/{FIRST_FILE}")} - {run.folder for run in runs}
     for folder in sorted(left):
         if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
-            raise FlexgenError(f"a file in {folder} is damaged; make the run again with flexgen-helm run")
+            raise FlexgenError(
+                f"a file in {folder} is damaged; make the run again with flexgen-helm run"
+            )
     return [*map(_recorded, runs)], sorted(folder.name for folder in left)
 
 
@@ -150,5 +168,10 @@ def _recorded(run: RunScores) -> Recorded:
 
 
 def _shown(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a completion; in place of the sum, which HELM's metrics read, what is not its tokens' sum."""
-    return {**output, "logprob": output["logprob"] - sum(token["logprob"] for token in output["tokens"])}
+    """Return a completion; in place of the sum, which HELM's metrics read, what is not its tokens'
+    sum.
+    """
+    return {
+        **output,
+        "logprob": output["logprob"] - sum(token["logprob"] for token in output["tokens"]),
+    }

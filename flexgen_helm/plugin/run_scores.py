@@ -1,4 +1,6 @@
-"""Scores of a finished run: HELM makes its requests again, and its metrics from the recorded answers."""
+"""Scores of a finished run: HELM makes its requests again, and its metrics from the recorded
+answers.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,14 @@ class _NoService(MetricService):
     def _refuse(self, request: Any) -> NoReturn:
         raise ConnectionError("it asks another model or a service")
 
-    check_nudity = compute_clip_score = upload = get_toxicity_scores = make_critique_request = _refuse
+    check_nudity = compute_clip_score = upload = get_toxicity_scores = make_critique_request = (
+        _refuse
+    )
 
 
 def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
-    """Compare the requests of a run with those that HELM makes, and its statistics with those of its answers.
+    """Compare the requests of a run with those that HELM makes, and its statistics with those of
+    its answers.
 
     model: of the run, as it is here.
     """
@@ -71,7 +76,8 @@ def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
     before, context = get_context(), PluginContext(models=get_context().models)
     # Whatever its name: digests in names are of settings that only the run's call knew.
     context.find_model = lambda *_: model  # type: ignore[method-assign]
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # the run has said what HELM says
+    # the run has said what HELM says
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         _register()
         set_context(context)
         try:
@@ -120,7 +126,11 @@ def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
     """Return what HELM makes of the run's entry; None if that is nothing."""
     assert run.folder is not None
     recorded = json.loads((run.folder / FIRST_FILE).read_bytes())
-    theirs, name, entry = recorded["adapter_spec"], run.name.partition(",groups=")[0], run.run.get("entry")
+    theirs, name, entry = (
+        recorded["adapter_spec"],
+        run.name.partition(",groups=")[0],
+        run.run.get("entry"),
+    )
     described = entry or name.replace(theirs["model"].replace("/", "_"), theirs["model"])
     numbers = theirs.get("max_eval_instances"), theirs["num_train_trials"]
     try:
@@ -150,40 +160,57 @@ def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
 def _compare_requests(
     run: RunScores, spec: RunSpec, runner: Runner, states: Sequence[State], found: ScoreCheck
 ) -> None:
-    """Compare questions, references and prompts with those that HELM makes, or their digest with the record's."""
-    lines = [json.dumps({k: v for k, v in state.items() if k not in ANSWER}, sort_keys=True) for state in states]
+    """Compare questions, references and prompts with those that HELM makes, or their digest with
+    the record's.
+    """
+    lines = [
+        json.dumps({k: v for k, v in state.items() if k not in ANSWER}, sort_keys=True)
+        for state in states
+    ]
     failed = 0
     for state in states:
         result = state["result"]
         if not result["success"]:  # HELM counts it as an empty answer
             failed += 1
             if not result.get("error") or [one["text"] for one in result["completions"]] != [""]:
-                found.differences.append(f"{run.name}, {state_name(state)} is marked as failed, and has an answer")
+                found.differences.append(
+                    f"{run.name}, {state_name(state)} is marked as failed, and has an answer"
+                )
     if failed:
-        found.unchecked.append(f"{count(failed, 'answer')} of {run.name} that failed, and count as empty")
+        found.unchecked.append(
+            f"{count(failed, 'answer')} of {run.name} that failed, and count as empty"
+        )
     try:
         made = _made_again(run, spec, runner)
     except Exception as error:  # of any scenario whose data is not here
         known = run.run.get("asked")
         if known not in (None, digest(lines)):
-            found.differences.append(f"{run.name}: its questions or references are not those of {RUN_FILE}")
+            found.differences.append(
+                f"{run.name}: its questions or references are not those of {RUN_FILE}"
+            )
         what = f"questions and references of {run.name}"
         found.not_checked(f"{what}, but by the digest in {RUN_FILE}" if known else what, error)
         return
     recorded = Counter(lines)
-    absent = {state_name(state): state for state in map(json.loads, (Counter(made) - recorded).elements())}
+    absent = {
+        state_name(state): state for state in map(json.loads, (Counter(made) - recorded).elements())
+    }
     for line in recorded - Counter(made):
         state = json.loads(line)
         name, number = state_name(state), recorded[line]
         if number > 1 or name not in absent:
-            found.differences.append(f"{run.name}, {name} is there {number} times, {made.count(line)} as HELM makes it")
+            found.differences.append(
+                f"{run.name}, {name} is there {number} times, {made.count(line)} as HELM makes it"
+            )
         else:
             found.differences += disagreements(f"{run.name}, {name}", state, absent.pop(name))
     found.differences += [f"{run.name}, {name} is missing" for name in absent]
 
 
 def _made_again(run: RunScores, spec: RunSpec, runner: Runner) -> list[str]:
-    """Return the requests that HELM makes, as `asked` has them; of a sample those that were drawn."""
+    """Return the requests that HELM makes, as `asked` has them; of a sample those that were
+    drawn.
+    """
     made: list[RequestState] = []
 
     def execute(scenario_state: ScenarioState) -> NoReturn:
@@ -194,7 +221,9 @@ def _made_again(run: RunScores, spec: RunSpec, runner: Runner) -> list[str]:
     with suppress(_Requests):
         runner.run_one(spec)
     if sample := run.run.get("sample"):
-        shares = joining_shares(entry_of(run.name), [(str(state.instance.id), state.instance.split) for state in made])
+        shares = joining_shares(
+            entry_of(run.name), [(str(state.instance.id), state.instance.split) for state in made]
+        )
         drawn = sorted(shares, key=lambda key: shares[key])[: sample["instances"]]
         made = [state for state in made if str(state.instance.id) in drawn]
     return [*asked(made)]
@@ -213,7 +242,9 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: Sc
             if isinstance(error, _ABSENT) or type(error) is LookupError:  # of nltk
                 absent.append(f"{name}: {one_line(error)}")
             else:
-                found.differences.append(f"{run.name}: {name} cannot be computed from the answers ({one_line(error)})")
+                found.differences.append(
+                    f"{run.name}: {name} cannot be computed from the answers ({one_line(error)})"
+                )
         else:
             made.aggregated_stats.extend(result.aggregated_stats)
             made.per_instance_stats.extend(result.per_instance_stats)
@@ -236,9 +267,13 @@ def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
     text = (folder / STATE_FILE).read_bytes()
     known: dict[str, Any] = {}
     states = []
-    for raw, state in zip(json.loads(text)["request_states"], from_json(text, ScenarioState).request_states):
+    for raw, state in zip(
+        json.loads(text)["request_states"], from_json(text, ScenarioState).request_states
+    ):
         instance = known.setdefault(json.dumps(raw["instance"]), state.instance)
-        states.append(replace(state, instance=instance, request=to_request(raw["request"], Request)))
+        states.append(
+            replace(state, instance=instance, request=to_request(raw["request"], Request))
+        )
     return ScenarioState(spec.adapter_spec, states, spec.annotators)
 
 
@@ -246,7 +281,9 @@ def _by_name(rows: Iterable[State]) -> dict[str, State]:
     """Return the numbers of statistics by what they are of."""
     found: dict[str, State] = {}
     for row in rows:
-        of = "".join(f", {key} {value}" for key, value in row.items() if key not in ("stats", "perturbation"))
+        of = "".join(
+            f", {key} {value}" for key, value in row.items() if key not in ("stats", "perturbation")
+        )
         for stat in row["stats"]:
             name = " ".join(str(value) for _, value in leaves(stat["name"])) + of
             if not name.startswith(_MEASURED):

@@ -1,4 +1,6 @@
-"""What HELM's run specs say of runs before they are made: names, repetitions, settings that differ."""
+"""What HELM's run specs say of runs before they are made: names, repetitions, settings that
+differ.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +26,41 @@ _MOST_NAME_BYTES = 255  # of a file or folder, on every disk of Linux
 def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
     """Return the runs without those that are given twice: a folder has one run.
 
-    Raises `UsageError` for two of one name that differ: HELM leaves many arguments of an entry out of the name. Also
-    for a name that no folder can have.
+    Raises `UsageError` for two of one name that differ: HELM leaves many arguments of an entry out
+    of the name. Also for a name that no folder can have.
     """
     known: dict[str, RunSpec] = {}
     for run_spec in run_specs:
         if (length := len(run_spec.name.encode())) > _MOST_NAME_BYTES:
             raise UsageError(
                 f"the run {run_spec.name[:60]}… needs a folder whose name has {length} bytes; "
-                f"{_MOST_NAME_BYTES} are possible: shorten its entry, or the model's name in FLEXGEN_HELM_MODELS"
+                f"{_MOST_NAME_BYTES} are possible: shorten its entry, or the model's name in "
+                "FLEXGEN_HELM_MODELS"
             )
         first = known.setdefault(run_spec.name, run_spec)
         if first != run_spec:
-            differing = differing_settings(_adapter(first), _adapter(run_spec), " and ") or "in scenario or metrics"
+            differing = (
+                differing_settings(_adapter(first), _adapter(run_spec), " and ")
+                or "in scenario or metrics"
+            )
             raise UsageError(
-                f"two run entries make runs of one name, {run_spec.name}, which differ ({differing}): one would "
-                "replace the other; give each of them a --suite of its own"
+                f"two run entries make runs of one name, {run_spec.name}, which differ "
+                f"({differing}): one would replace the other; give each of them a --suite of its "
+                "own"
             )
     if twice := len(run_specs) - len(known):
-        report(Message(f"{count(twice, 'run')} of the same name and content as another: each is made once"))
+        report(
+            Message(
+                f"{count(twice, 'run')} of the same name and content as another: each is made once"
+            )
+        )
     return list(known.values())
 
 
 def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
-    """Tell the user of completed runs that `--skip-completed-runs` keeps though they were made with other settings."""
+    """Tell the user of completed runs that `--skip-completed-runs` keeps though they were made with
+    other settings.
+    """
     for run_spec in run_specs:
         folder = Path(runner.runs_path) / run_spec.name
         if (folder / helm_patches.LAST_FILE).is_file():
@@ -55,8 +68,9 @@ def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
             if differing := differing_settings(made, _adapter(run_spec), ", now "):
                 report(
                     Message(
-                        f"{entry_of(run_spec.name)} was completed with other settings ({differing}) and is kept by "
-                        "--skip-completed-runs; leave that flag out to run it again"
+                        f"{entry_of(run_spec.name)} was completed with other settings "
+                        f"({differing}) and is kept by --skip-completed-runs; leave that flag out "
+                        "to run it again"
                     )
                 )
 

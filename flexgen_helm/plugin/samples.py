@@ -1,9 +1,11 @@
-"""A suite that must end by a time: its instances in a random order, in blocks that are predicted to end before it.
+"""A suite that must end by a time: its instances in a random order, in blocks that are predicted to
+end before it.
 
-A sample is named by its share: of each run entry it has the first instances of a random order, that share of them. A
-block takes the sample from one share to a larger one, so it is like all other blocks but for its size, and its seconds
-follow from theirs. How long it takes is predicted before it begins, and what has begun is finished, so its instances do
-not decide whether they count. They do decide how large the next block is.
+A sample is named by its share: of each run entry it has the first instances of a random order, that
+share of them. A block takes the sample from one share to a larger one, so it is like all other
+blocks but for its size, and its seconds follow from theirs. How long it takes is predicted before
+it begins, and what has begun is finished, so its instances do not decide whether they count. They
+do decide how large the next block is.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ _STEP = 1.1
 LOOKS = [2.0**-halvings for halvings in range(5, -1, -1)]
 # A block may be so many times as large as the last one that was measured.
 _GROWTH = 8
-# A block begins if so many times its predicted seconds are left, and more after a small one: answers differ in length.
+# A block begins if so many times its predicted seconds are left, and more after a small one:
+# answers differ in length.
 _CAUTION = 1.25
-# Least seconds of a further request, of the mean ones of the last block: two measured blocks say little of more.
+# Least seconds of a further request, of the mean ones of the last block: two measured blocks say
+# little of more.
 _LEAST_SLOPE = 0.3
 
 
-def joining_shares(entry: str, instances: Iterable[tuple[str, str | None]], seed: int = SEED) -> dict[str, float]:
-    """Return, by the id of each instance, the share above which a sample of the entry has it; the first one's is 0.
+def joining_shares(
+    entry: str, instances: Iterable[tuple[str, str | None]], seed: int = SEED
+) -> dict[str, float]:
+    """Return, by the id of each instance, the share above which a sample of the entry has it; the
+    first one's is 0.
 
     instances: id and split of each. Splits are drawn apart, because HELM scores one of them.
     The order is that of digests, so it is the same for every model.
@@ -53,11 +60,15 @@ def largest_sample(
     requests: Iterable[float], shares: Sequence[float], left_s: Callable[[], float],
     compute: Callable[[float, float], float | None], one_by_one: bool = False,
 ) -> float:  # fmt: skip
-    """Compute blocks while one more is predicted to end in time; return the share of the sample, 0 for none.
+    """Compute blocks while one more is predicted to end in time; return the share of the sample, 0
+    for none.
 
-    requests: the joining share of each. shares: at which the sample may end, or with `one_by_one` each block.
-    compute: computes the requests from one share to another; returns its seconds, None if most answers were stored.
-        Raises `TimeoutError` if the time is up before the first block ends; later ones are finished.
+    requests: the joining share of each. shares: at which the sample may end, or with `one_by_one`
+        each block.
+    compute: computes the requests from one share to another; returns its seconds, None if most
+        answers were stored.
+        Raises `TimeoutError` if the time is up before the first block ends; later ones are
+        finished.
     """
     ordered, measured, joined = sorted(requests), list[tuple[int, float]](), 0.0
     while larger := [share for share in shares if share > joined]:
@@ -76,11 +87,13 @@ def largest_sample(
     return joined
 
 
-def largest_block(work: Sequence[int], measured: Sequence[tuple[int, float]], left_s: float) -> int | None:
+def largest_block(
+    work: Sequence[int], measured: Sequence[tuple[int, float]], left_s: float
+) -> int | None:
     """Return the index of the largest block that is predicted to end in time; None if none is.
 
-    work: requests of each possible block, ascending. measured: requests and seconds of earlier blocks; without any, it
-        is the smallest block.
+    work: requests of each possible block, ascending. measured: requests and seconds of earlier
+        blocks; without any, it is the smallest block.
     """
     if left_s <= 0:
         return None
@@ -88,13 +101,15 @@ def largest_block(work: Sequence[int], measured: Sequence[tuple[int, float]], le
         return 0
     requests, seconds = measured[-1]
     slope = seconds / requests
-    # A block has seconds beside those of requests, for reading weights; the first one has more, for what is compiled.
+    # A block has seconds beside those of requests, for reading weights; the first one has more, for
+    # what is compiled.
     if len(measured) > 2 and (more := requests - measured[-2][0]):
         slope = min(slope, max((seconds - measured[-2][1]) / more, _LEAST_SLOPE * slope))
     caution = _CAUTION + requests**-0.5
     fits = [
         index
         for index, asked in enumerate(work)
-        if asked <= max(_GROWTH * requests, work[0]) and caution * (seconds + slope * (asked - requests)) <= left_s
+        if asked <= max(_GROWTH * requests, work[0])
+        and caution * (seconds + slope * (asked - requests)) <= left_s
     ]
     return max(fits, default=None)

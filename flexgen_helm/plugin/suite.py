@@ -1,13 +1,14 @@
 """`flexgen-helm run`: `helm-run` with every flag it has, and one block per model for all its runs.
 
-HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs twice:
+HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs
+twice:
 
-1. Each `run_one` goes as far as `Executor.execute`, where the run is left with its requests. The service then computes
-   those of all runs, model after model, in one block per model.
+1. Each `run_one` goes as far as `Executor.execute`, where the run is left with its requests. The
+   service then computes those of all runs, model after model, in one block per model.
 2. HELM's own `run_all`, unchanged. Every request finds its result ready.
 
-So results, metrics, errors, exit and skipping are those of a plain `helm-run`. The price is that data and prompts are
-made twice, which takes no time of the model.
+So results, metrics, errors, exit and skipping are those of a plain `helm-run`. The price is that
+data and prompts are made twice, which takes no time of the model.
 """
 
 from __future__ import annotations
@@ -84,11 +85,14 @@ def run_suite(
 ) -> SuiteOutcome:
     """Run `argv`, the arguments of `helm-run`.
 
-    options: engine flags (client arguments such as `policy` or `device`) for every model of the suite. `precision` may
-        name several, separated by commas: every run of ours is then run in each of them.
+    options: engine flags (client arguments such as `policy` or `device`) for every model of the
+        suite. `precision` may name several, separated by commas: every run of ours is then run in
+        each of them.
     ray: compute with the workers of a Ray cluster; None computes in this process.
-    until: score a random sample of the instances, as large as is done by then (`time.time()`); None for all.
-    margin: with `until`: end as soon as all pairs of precisions, or of models, are decided with this margin.
+    until: score a random sample of the instances, as large as is done by then (`time.time()`); None
+        for all.
+    margin: with `until`: end as soon as all pairs of precisions, or of models, are decided with
+        this margin.
     """
     options = {key: value for key, value in (options or {}).items() if value is not None}
     precisions = list(dict.fromkeys(split_precisions(options.pop("precision", ""))))
@@ -96,7 +100,9 @@ def run_suite(
     parser = helm_benchmark_run.build_parser()
     parser.error = _refuse  # argparse would print its usage and exit
     context = get_context()
-    settings = ModelSettings(precisions, template if isinstance(template, bool) else None, prompt_digest(options))
+    settings = ModelSettings(
+        precisions, template if isinstance(template, bool) else None, prompt_digest(options)
+    )
     suite = context.suite = Suite(settings, until, margin)
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt_on_signals()
@@ -135,17 +141,22 @@ def _refuse(message: str) -> NoReturn:
 def _interrupted(num_answers: tuple[int, int], uses_cache: bool) -> str:
     if uses_cache:
         done, total = num_answers
-        stored = f"{done:,} of {total:,} answers are stored" if total else "finished answers are stored"
+        stored = (
+            f"{done:,} of {total:,} answers are stored" if total else "finished answers are stored"
+        )
         return f"interrupted: {stored}, and the same command computes the rest"
     return (
-        "interrupted: finished runs are in the suite's folder; with --disable-cache nothing else is kept, so the same "
-        "command with --skip-completed-runs repeats the unfinished ones from their start"
+        "interrupted: finished runs are in the suite's folder; with --disable-cache nothing else "
+        "is kept, so the same command with --skip-completed-runs repeats the unfinished ones from "
+        "their start"
     )
 
 
 @contextmanager
 def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
-    """Collect the warnings and errors of HELM's logger, and remove the handlers that it gets meanwhile."""
+    """Collect the warnings and errors of HELM's logger, and remove the handlers that it gets
+    meanwhile.
+    """
     records: list[logging.LogRecord] = []
     logger = logging.getLogger("helm")
     handlers = list(logger.handlers)
@@ -159,10 +170,15 @@ def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
 
 
 def _baseline(models: Sequence[ModelArguments]) -> str:
-    """Return what the others are compared with: fp16, the first precision, or the first model where it is alone."""
+    """Return what the others are compared with: fp16, the first precision, or the first model where
+    it is alone.
+    """
     precisions = [str(model.config.precision) for model in models]
     if len(set(models)) < 2:
-        raise UsageError("--until-decided compares precisions or models: give two, for example --precision fp16,4bit")
+        raise UsageError(
+            "--until-decided compares precisions or models: give two, for example --precision "
+            "fp16,4bit"
+        )
     if len(set(precisions)) == 1:
         return models[0].name
     return "fp16" if "fp16" in precisions else precisions[0]
@@ -174,11 +190,14 @@ class Suite:
     is_collecting: the first pass is in progress.
     executed: runs that HELM has executed, in order, also if their metrics failed.
     finished: folders of the runs of this call that did not fail, skipped ones too.
-    num_answers: answers to this call's unfinished runs that were there at its end, and how many they ask for.
+    num_answers: answers to this call's unfinished runs that were there at its end, and how many
+        they ask for.
     failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
 
-    def __init__(self, settings: ModelSettings, until: float | None = None, margin: float | None = None) -> None:
+    def __init__(
+        self, settings: ModelSettings, until: float | None = None, margin: float | None = None
+    ) -> None:
         self.settings = settings
         self.until, self.margin = until, margin
         self.is_collecting = False
@@ -195,7 +214,8 @@ class Suite:
         self._share = 1.0  # of the sample that is scored
         self._baseline = ""  # of the comparison that ends the suite
         self._look: float | None = None  # by how much it grew since the last look
-        self._computed: dict[str, dict[str, Any]] = {}  # fingerprint -> what its blocks took together
+        # fingerprint -> what its blocks took together
+        self._computed: dict[str, dict[str, Any]] = {}
         self._block_errors: dict[str, FlexgenError] = {}
         self.finished: list[Path] = []
 
@@ -209,7 +229,10 @@ class Suite:
         try:
             helm_benchmark_run.helm_run(args)
         finally:
-            counts = [(len(block.responses()), len({*block.keys})) for block in chain(*self._blocks.values())]
+            counts = [
+                (len(block.responses()), len({*block.keys}))
+                for block in chain(*self._blocks.values())
+            ]
             self.num_answers = sum(done for done, _ in counts), sum(total for _, total in counts)
             for block in chain(*self._blocks.values()):
                 block.close()
@@ -226,8 +249,11 @@ class Suite:
         models_to_run: list[str] | None = None,
         **filters: Any,
     ) -> list[RunSpec]:
-        """Make the run specs of `run_entries` with our models' names under the settings of the flags."""
-        # HELM loads plugins after it has read `prod_env`, but this one was there before and has registered nothing.
+        """Make the run specs of `run_entries` with our models' names under the settings of the
+        flags.
+        """
+        # HELM loads plugins after it has read `prod_env`, but this one was there before and has
+        # registered nothing.
         registration.complete_file_deployments()
         entries = [
             replace(entry, description=description)
@@ -249,7 +275,9 @@ class Suite:
             self.settings.check(run_spec.adapter_spec.model_deployment)
         return of_different_names(run_specs)
 
-    def collect(self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None]) -> None:
+    def collect(
+        self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None]
+    ) -> None:
         """Submit the requests of all runs (the first pass), and wait until they have results.
 
         second_pass: scores what has results, to see whether all pairs are decided.
@@ -257,13 +285,28 @@ class Suite:
         self._folders = [Path(runner.runs_path) / run_spec.name for run_spec in run_specs]
         # What HELM's other commands need to know of our models.
         names = dict.fromkeys(spec.adapter_spec.model_deployment for spec in run_specs)
-        if ours := [name for name in names if name.startswith(PREFIX) and registration.model_of(name) is not None]:
-            deployment_files.merge(Path(runner.executor.execution_spec.local_path or "prod_env"), ours)
+        if ours := [
+            name
+            for name in names
+            if name.startswith(PREFIX) and registration.model_of(name) is not None
+        ]:
+            deployment_files.merge(
+                Path(runner.executor.execution_spec.local_path or "prod_env"), ours
+            )
         if runner.skip_completed_runs:
             report_other_settings(runner, run_specs)
-        if runner.dry_run or runner.cache_instances_only or runner.executor.execution_spec.url or not run_specs:
+        if (
+            runner.dry_run
+            or runner.cache_instances_only
+            or runner.executor.execution_spec.url
+            or not run_specs
+        ):
             return
-        models = [model for spec in run_specs if (model := helm_patches.model_of(spec.adapter_spec)) is not None]
+        models = [
+            model
+            for spec in run_specs
+            if (model := helm_patches.model_of(spec.adapter_spec)) is not None
+        ]
         self._baseline = _baseline(models) if self.margin is not None else ""
         started = time.monotonic()
         submissions = self._collect_runs(runner, run_specs)
@@ -271,7 +314,9 @@ class Suite:
         if self.until is None or not submissions:
             load_s = self._compute(submissions)
         else:  # the second pass takes about as long as the first one
-            load_s = self._compute_sample(submissions, self.until - (collected - started), second_pass)
+            load_s = self._compute_sample(
+                submissions, self.until - (collected - started), second_pass
+            )
         self._generated_at = time.monotonic()
         generate_s = self._generated_at - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
@@ -284,7 +329,9 @@ class Suite:
         """
         service, began = get_context().service, time.monotonic()
         with service.hold():
-            blocks = {name: service.submit(*submission[:3]) for name, submission in submissions.items()}
+            blocks = {
+                name: service.submit(*submission[:3]) for name, submission in submissions.items()
+            }
         for name, block in blocks.items():
             self._blocks.setdefault(name, []).append(block)
         if not all(block.wait(until) for block in blocks.values()):
@@ -294,14 +341,19 @@ class Suite:
         for key, took in computed_blocks(service, blocks.values()).items():
             self._computed[key] = add_blocks(self._computed.get(key, {}), took)
         errors = {name: block.error() for name, block in blocks.items()}
-        self._block_errors |= {name: error for name, error in errors.items() if isinstance(error, FlexgenError)}
-        loaded = [block.model for block in blocks.values() if service.loaded(block.model) is not None]
+        self._block_errors |= {
+            name: error for name, error in errors.items() if isinstance(error, FlexgenError)
+        }
+        loaded = [
+            block.model for block in blocks.values() if service.loaded(block.model) is not None
+        ]
         return min((service.loading_s(model, began) for model in loaded), default=0.0)
 
     def _compute_sample(
         self, submissions: Mapping[str, Submission], until: float, second_pass: Callable[[], None]
     ) -> float:
-        """Do as `_compute` for a random sample of the instances of each run, as large as `until` allows.
+        """Do as `_compute` for a random sample of the instances of each run, as large as `until`
+        allows.
 
         Raises `UsageError` if no block is.
         """
@@ -315,7 +367,9 @@ class Suite:
             # To give up a later block would leave out those with long answers.
             load = self._compute(part, math.inf if joined else until)
             load_s = load_s or load
-            responses = [done for name in part for done in self._blocks[name][-1].responses().values()]
+            responses = [
+                done for name in part for done in self._blocks[name][-1].responses().values()
+            ]
             is_measured = 2 * sum(response.is_cached for response in responses) < len(responses)
             seconds = time.monotonic() - began - load
             self._share = share
@@ -324,15 +378,27 @@ class Suite:
                 is_decided = share < 1 and self._is_decided(second_pass, self.margin)
             return seconds if is_measured else None
 
-        requests = [self._joining[name][key] for name, asked in submissions.items() for key, _ in asked.instances]
-        shares = possible_shares(max(map(len, self._joining.values()), default=1)) if self.margin is None else LOOKS
+        requests = [
+            self._joining[name][key]
+            for name, asked in submissions.items()
+            for key, _ in asked.instances
+        ]
+        shares = (
+            possible_shares(max(map(len, self._joining.values()), default=1))
+            if self.margin is None
+            else LOOKS
+        )
         largest_sample(
-            requests, shares, lambda: 0.0 if is_decided else until - time.time(), compute, self.margin is not None
+            requests,
+            shares,
+            lambda: 0.0 if is_decided else until - time.time(),
+            compute,
+            self.margin is not None,
         )
         if not self._share:
             raise UsageError(
-                "the time was too short for one instance of each run entry; finished answers are stored, and the same "
-                "command with a later time goes on"
+                "the time was too short for one instance of each run entry; finished answers are "
+                "stored, and the same command with a later time goes on"
             )
         return load_s
 
@@ -343,14 +409,25 @@ class Suite:
             second_pass()
         with suppress(UsageError):
             models = compare_suite(self._folders[0].parent, self._baseline, margin)
-            pairs = [one for model in models for precision in model.verdicts for one in model.judged(precision)]
-            decisions = {pair.equivalence.decision for pair in pairs if pair.equivalence is not None}
+            pairs = [
+                one
+                for model in models
+                for precision in model.verdicts
+                for one in model.judged(precision)
+            ]
+            decisions = {
+                pair.equivalence.decision for pair in pairs if pair.equivalence is not None
+            }
         for done in (self._tried, self.executed, self.finished, self.failures):
             done.clear()
         return bool(decisions) and decisions <= {"equivalent", "worse", "better"}
 
-    def _part(self, submissions: Mapping[str, Submission], joined: float, share: float) -> dict[str, Submission]:
-        """Return the requests that take a sample from one share to another, of runs that have not failed."""
+    def _part(
+        self, submissions: Mapping[str, Submission], joined: float, share: float
+    ) -> dict[str, Submission]:
+        """Return the requests that take a sample from one share to another, of runs that have not
+        failed.
+        """
         return {
             name: asked._replace(
                 requests=[
@@ -371,7 +448,9 @@ class Suite:
         if len(chosen) == len(joining):
             return scenario_state
         run.sample = {"seed": SEED, "instances": len(chosen), "of": len(joining)}
-        states = [state for state in scenario_state.request_states if str(state.instance.id) in chosen]
+        states = [
+            state for state in scenario_state.request_states if str(state.instance.id) in chosen
+        ]
         return replace(scenario_state, request_states=states)
 
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
@@ -385,7 +464,9 @@ class Suite:
             for done, run_spec in enumerate(run_specs):
                 if helm_patches.model_of(run_spec.adapter_spec) is None:
                     continue
-                report(ProgressPhase("prompts", entry_of(run_spec.name), done, len(run_specs), "run"))
+                report(
+                    ProgressPhase("prompts", entry_of(run_spec.name), done, len(run_specs), "run")
+                )
                 try:
                     runner.run_one(run_spec)
                 except helm_patches.RunCollected as collected:
@@ -408,7 +489,11 @@ class Suite:
             yield
             return
         block_error = self._block_errors.get(run_spec.name)
-        report(ProgressPhase("metrics", entry_of(run_spec.name), len(self._tried), len(self._folders), "run"))
+        report(
+            ProgressPhase(
+                "metrics", entry_of(run_spec.name), len(self._tried), len(self._folders), "run"
+            )
+        )
         self._tried.append(run_spec.name)
         try:
             if isinstance(block_error, UsageError):
@@ -419,7 +504,10 @@ class Suite:
             # HELM's own error is the text of ours and the whole request.
             cause = block_error if block_error and isinstance(error, ExecutorError) else error
             was_executed = any(run.name == run_spec.name for run in self.executed)
-            self.failures[run_spec.name] = cause, None if was_executed else data_folder(runner, run_spec)
+            self.failures[run_spec.name] = (
+                cause,
+                None if was_executed else data_folder(runner, run_spec),
+            )
             raise
         finally:
             if self.margin is None:  # else later passes need them
@@ -434,7 +522,9 @@ class Suite:
     # What is left of it
 
     def as_json(self, started: float) -> dict[str, Any]:
-        """Return the suite's usage after this call, which began at `started`; `wall_s` is this call's alone."""
+        """Return the suite's usage after this call, which began at `started`; `wall_s` is this
+        call's alone.
+        """
         now = time.monotonic()
         tried = [folder.name for folder in self._folders]
         return {
@@ -444,11 +534,16 @@ class Suite:
         }
 
     def exit_code(self) -> int:
-        """Return the code of a call that failed: 2 if no run finished for want of data, or all were refused; else 1."""
+        """Return the code of a call that failed: 2 if no run finished for want of data, or all were
+        refused; else 1.
+        """
         if not self._folders:
             return 2
         failed = self.failures.values()
-        return min({exit_code_of(error, None if self.finished else data) for error, data in failed}, default=1)
+        return min(
+            {exit_code_of(error, None if self.finished else data) for error, data in failed},
+            default=1,
+        )
 
     def explanations(self) -> list[str]:
         """Return a sentence for each failed run; runs that failed alike share one."""

@@ -1,4 +1,6 @@
-"""HELM's Tokenizer and window service over ours. HELM's own adapter writes an SQLite row per string; ours does not."""
+"""HELM's Tokenizer and window service over ours. HELM's own adapter writes an SQLite row per
+string; ours does not.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,17 @@ from flexgen_helm.service.models import ModelArguments
 
 
 class FlexgenTokenizer(Tokenizer):
-    """Same ids and texts as HELM's HuggingFaceTokenizer; no special tokens are added, special texts are parsed."""
+    """Same ids and texts as HELM's HuggingFaceTokenizer; no special tokens are added, special texts
+    are parsed.
+    """
 
     def __init__(self, tokenizer_name: str) -> None:
-        self._encoder = get_context().models.encoder(registration.model_of_tokenizer(tokenizer_name))
+        self._encoder = get_context().models.encoder(
+            registration.model_of_tokenizer(tokenizer_name)
+        )
         self._tokenizer = self._encoder.tokenizer
-        # A sentencepiece vocabulary puts a space in front of a text, and decoding a text takes it away again.
+        # A sentencepiece vocabulary puts a space in front of a text, and decoding a text takes it
+        # away again.
         self._adds_space = self._tokenizer.decode(self._encoder.encode("a")) == " a"
 
     def tokenize(self, request: TokenizationRequest) -> TokenizationRequestResult:
@@ -54,7 +61,8 @@ class FlexgenTokenizer(Tokenizer):
 
 
 class FlexgenWindowService(LocalWindowService):
-    """HELM's window arithmetic with room for what the client adds to a prompt: BOS, and the chat template's tokens.
+    """HELM's window arithmetic with room for what the client adds to a prompt: BOS, and the chat
+    template's tokens.
 
     Language modelling does not use it: its windows are full, and it adds the prefix token itself.
     """
@@ -71,21 +79,27 @@ class FlexgenWindowService(LocalWindowService):
             ids = encoder.encode(chat.render_prompt(text))
         return len(encoder.context_tokens(ids)) + len(ids) - len(plain)
 
-    def fits_within_context_window(self, text: str, expected_completion_token_length: int = 0) -> bool:
+    def fits_within_context_window(
+        self, text: str, expected_completion_token_length: int = 0
+    ) -> bool:
         added = self._num_added_tokens(text, expected_completion_token_length > 0)
         return super().fits_within_context_window(text, expected_completion_token_length + added)
 
     def truncate_from_right(self, text: str, expected_completion_token_length: int = 0) -> str:
-        # The inherited method reserves nothing when it cuts; its loop reserves by `fits_within_context_window`.
+        # The inherited method reserves nothing when it cuts; its loop reserves by
+        # `fits_within_context_window`.
         added = self._num_added_tokens(text, expected_completion_token_length > 0)
         max_length = self.max_request_length - expected_completion_token_length - added
         result = self.decode(self.encode(text, truncation=True, max_length=max_length).tokens)
-        while result and not self.fits_within_context_window(result, expected_completion_token_length):
+        while result and not self.fits_within_context_window(
+            result, expected_completion_token_length
+        ):
             result = result[:-1]
         if not result and text:  # HELM's own loop would not end
             raise UsageError(
-                f"the window of {self._model.name} has {self.max_request_length:,} tokens, which leaves no prompt "
-                f"beside an answer of {expected_completion_token_length:,}; let the run ask for fewer (max_tokens; "
-                "in run entries, increase_max_tokens adds to them)"
+                f"the window of {self._model.name} has {self.max_request_length:,} tokens, which "
+                f"leaves no prompt beside an answer of {expected_completion_token_length:,}; let "
+                "the run ask for fewer (max_tokens; in run entries, increase_max_tokens adds to "
+                "them)"
             )
         return result

@@ -1,7 +1,9 @@
-"""What runs cost: tokens, seconds and throughput of one HELM run (`flexgen_run.json`), of several, and of a suite.
+"""What runs cost: tokens, seconds and throughput of one HELM run (`flexgen_run.json`), of several,
+and of a suite.
 
-Every result carries its own share of the work (`Cost`). So a run's usage is the same whether it was computed alone,
-in a suite-wide block, or in part by an earlier process whose results are in the response cache.
+Every result carries its own share of the work (`Cost`). So a run's usage is the same whether it was
+computed alone, in a suite-wide block, or in part by an earlier process whose results are in the
+response cache.
 """
 
 from __future__ import annotations
@@ -71,8 +73,12 @@ class HelmRun:
     entry: str | None = None
     asked: str | None = None
 
-    def record_block(self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]) -> None:
-        """Take the responses of the executed run from its block. requests: those that were submitted as this block."""
+    def record_block(
+        self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]
+    ) -> None:
+        """Take the responses of the executed run from its block. requests: those that were
+        submitted as this block.
+        """
         self.execute_ended = time.monotonic()
         self.load_s = service.loading_s(self.model, self.execute_started or self.execute_ended)
         self.keys, self.responses = block.keys, block.responses()
@@ -87,7 +93,9 @@ class HelmRun:
         thinking, response = request.request.thinking, self.responses.get(request.key)
         if thinking is None or response is None:
             return False
-        return any(is_unfinished(completion, thinking) for completion in response.result.completions)
+        return any(
+            is_unfinished(completion, thinking) for completion in response.result.completions
+        )
 
     def usage(self) -> dict[str, Any]:
         costs = {key: response.result.cost for key, response in self.responses.items()}
@@ -96,8 +104,8 @@ class HelmRun:
     def wall_s(self) -> dict[str, float]:
         """Return the seconds of each stage so far.
 
-        `load` is what the run waited for its model, which is loaded while data and prompts are made. In a suite-wide
-        block `generate` is only what this run still had to wait.
+        `load` is what the run waited for its model, which is loaded while data and prompts are
+        made. In a suite-wide block `generate` is only what this run still had to wait.
         """
         now = time.monotonic()
         execute_started = self.execute_started or now
@@ -132,16 +140,23 @@ class HelmRun:
         }
 
     def write(self) -> None:
-        """Write `flexgen_run.json`. A run that computed nothing keeps what the file says of its results' block."""
+        """Write `flexgen_run.json`. A run that computed nothing keeps what the file says of its
+        results' block.
+        """
         path = self.folder / RUN_FILE
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        write_json(path, {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()})
+        write_json(
+            path,
+            {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()},
+        )
 
 
 def asked(states: Iterable[RequestState]) -> Iterator[str]:
-    """Yield each request with its instance and references as JSON, as HELM's file has it before it is answered."""
+    """Yield each request with its instance and references as JSON, as HELM's file has it before it
+    is answered.
+    """
     for state in states:
         without = asdict_without_nones(replace(state, **dict.fromkeys(ANSWER)))  # type: ignore[arg-type]
         yield json.dumps(without, sort_keys=True)
@@ -154,7 +169,8 @@ def digest(lines: Iterable[str]) -> str:
 
 @cache
 def local_files(model: ModelArguments) -> dict[str, Any]:
-    """Return `origin` of a model's weights, as its engine would say it, and `checkpoint_bytes` of each stored type.
+    """Return `origin` of a model's weights, as its engine would say it, and `checkpoint_bytes` of
+    each stored type.
 
     Empty if no file of the model is on this machine.
     """
@@ -170,7 +186,8 @@ def local_files(model: ModelArguments) -> dict[str, Any]:
 
 
 def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[str, Any]:
-    """Return workload, throughput and times of the requests `keys`; one without a cost failed and does not count.
+    """Return workload, throughput and times of the requests `keys`; one without a cost failed and
+    does not count.
 
     A repeated request counts with its tokens, and costs nothing: it was not computed again.
     """
@@ -188,11 +205,17 @@ def requests_usage(keys: Sequence[Hashable], costs: Mapping[Any, Cost]) -> dict[
         charged.append(repeated if key in unique else cost)
         unique.add(key)
     usage = throughput(charged, sum(cost.prefill_s + cost.decode_s for cost in charged))
-    usage["workload"] = {"num_requests": len(charged), "num_unique": len(unique), **usage["workload"]}
+    usage["workload"] = {
+        "num_requests": len(charged),
+        "num_unique": len(unique),
+        **usage["workload"],
+    }
     return usage
 
 
-def computed_blocks(service: Service, blocks: Iterable[SubmittedBlock]) -> dict[str, dict[str, Any]]:
+def computed_blocks(
+    service: Service, blocks: Iterable[SubmittedBlock]
+) -> dict[str, dict[str, Any]]:
     """Return `Engine.last_run` of what was computed of blocks, by fingerprint."""
     computed = {}
     for block in blocks:
@@ -204,7 +227,8 @@ def computed_blocks(service: Service, blocks: Iterable[SubmittedBlock]) -> dict[
 
 
 def suite_usage(folder: Path, tried: Collection[str], failed: Collection[str]) -> dict[str, Any]:
-    """Return `runs`, `failed`, `totals` and `models` of the suite in `folder`, from its runs' files.
+    """Return `runs`, `failed`, `totals` and `models` of the suite in `folder`, from its runs'
+    files.
 
     tried, failed: names of runs of this call.
     """

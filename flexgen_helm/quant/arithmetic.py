@@ -1,14 +1,16 @@
-"""Arithmetic of group-wise quantization (the paper, 'Group-wise Quantization'): values to codes and back, in float32.
+"""Arithmetic of group-wise quantization (the paper, 'Group-wise Quantization'): values to codes and
+back, in float32.
 
     code = round((x - offset) / scale), within 0 … 2^bits - 1        x' = code scale + offset
 
-Scales 'pair': offset = min and scale = (max - min) / (2^bits - 1), both in FP16 and both rounded so that the codes
-still cover the range. An error is at most half a scale.
+Scales 'pair': offset = min and scale = (max - min) / (2^bits - 1), both in FP16 and both rounded so
+that the codes still cover the range. An error is at most half a scale.
 
 Scales 'word', a number w of 16 bits:
 
-    scale = 2^((w >> 7) / 16 - 24)                     512 values from 2^-24 to almost 2^8, 4.4 % apart
-    offset = -zero_point scale                         zero_point = (2^bits - 1) (w & 127) / 127, in codes
+    scale = 2^((w >> 7) / 16 - 24)                     512 values from 2^-24 to almost 2^8, 4.4 %
+    apart offset = -zero_point scale                         zero_point = (2^bits - 1) (w & 127) /
+    127, in codes
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ _LAST_ZERO_POINT = 127
 _FP16_MAX = 65504.0
 # Values that are fitted at a time. Hundreds of passes go over them.
 _FITTED_VALUES = 1 << 19
-# Scales that the fit tries: the one that covers a group's range, and smaller ones down to 0.74 of it.
+# Scales that the fit tries: the one that covers a group's range, and smaller ones down to 0.74 of
+# it.
 TRIED_SCALES = 8
-# Sums that a group's terms are added to in turn, and which are then added up by halves: so every device and the
-# compiled loop find the same words.
+# Sums that a group's terms are added to in turn, and which are then added up by halves: so every
+# device and the compiled loop find the same words.
 PARTIAL_SUMS = 8
 
 
 class NotQuantizableError(FlexgenError):
     """A value cannot be quantized; the message says which.
 
-    Next: `flexgen-helm fetch MODEL --verify` tells damage; a model of such large values runs with `--precision fp16`.
+    Next: `flexgen-helm fetch MODEL --verify` tells damage; a model of such large values runs with
+        `--precision fp16`.
     """
 
 
@@ -46,7 +50,9 @@ class NotQuantizableError(FlexgenError):
 def word_scales(device: torch.device) -> Tensor:
     """Scale [512] of each number that a word's upper 9 bits can hold."""
     # In double precision on the host, so that every device has the same numbers.
-    exponents = torch.arange(_NUM_SCALES, dtype=torch.float64) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT
+    exponents = (
+        torch.arange(_NUM_SCALES, dtype=torch.float64) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT
+    )
     return torch.exp2(exponents).float().to(device)
 
 
@@ -73,8 +79,8 @@ def to_codes(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> tup
     """Quantize values [..., group] to codes [..., group] (uint8) and their scales.
 
     Scales are pairs [..., 2] (float16) or words [...] (int32).
-    saturate: values that cannot be quantized are changed to ones that can, in their group alone. The host does not
-        wait for a device, which it does to raise an error.
+    saturate: values that cannot be quantized are changed to ones that can, in their group alone.
+        The host does not wait for a device, which it does to raise an error.
 
     Raises `NotQuantizableError` for values that are not finite or beyond the reach of the scales.
     """
@@ -105,26 +111,37 @@ def largest_value(fmt: GroupFormat) -> float:
     """Return the bound within which all values, of either sign, can be quantized."""
     if fmt.scales == "pair":
         return _FP16_MAX
-    return ((1 << fmt.bits) - 1) * 2.0 ** ((_NUM_SCALES - 1) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT) / 2
+    return (
+        ((1 << fmt.bits) - 1)
+        * 2.0 ** ((_NUM_SCALES - 1) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT)
+        / 2
+    )
 
 
 def check(values: Tensor, fmt: GroupFormat) -> None:
     """Raise `NotQuantizableError` for values [..., group] that cannot be quantized."""
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
-        raise NotQuantizableError("a value that is not finite cannot be quantized; fetch the model again")
+        raise NotQuantizableError(
+            "a value that is not finite cannot be quantized; fetch the model again"
+        )
     if not values.numel():
         return
     limit = largest_value(fmt)
     if fmt.scales == "pair" and float(torch.maximum(values.max(), -values.min())) > limit:
-        raise NotQuantizableError(f"a value beyond {limit:g} cannot be quantized with scales in FP16")
+        raise NotQuantizableError(
+            f"a value beyond {limit:g} cannot be quantized with scales in FP16"
+        )
     if fmt.scales == "word" and float(_spans(values).max()) > 2 * limit:
         raise NotQuantizableError(
-            f"a group of values that spans more than {2 * limit:g} is out of reach of scales in 16 bits"
+            f"a group of values that spans more than {2 * limit:g} is out of reach of scales in 16 "
+            "bits"
         )
 
 
 def _saturated(values: Tensor, fmt: GroupFormat) -> Tensor:
-    """Clamp groups [..., group] that cannot be quantized, with 0 for what is no number; others are as before."""
+    """Clamp groups [..., group] that cannot be quantized, with 0 for what is no number; others are
+    as before.
+    """
     values, limit = torch.nan_to_num(values, nan=0.0), largest_value(fmt)
     if fmt.scales == "pair":
         return values.clamp_(-limit, limit)
@@ -155,7 +172,9 @@ def _round_half(values: Tensor, down: bool) -> Tensor:
     """Round to FP16 downwards or upwards."""
     nearest = values.half()
     wrong = nearest.float() > values if down else nearest.float() < values
-    neighbour = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf if down else torch.inf))
+    neighbour = torch.nextafter(
+        nearest, torch.full_like(nearest, -torch.inf if down else torch.inf)
+    )
     return torch.where(wrong, neighbour, nearest).clamp(-_FP16_MAX, _FP16_MAX)
 
 
@@ -170,11 +189,18 @@ def _range_words(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
 
 def _zero_point_index(zero_point: Tensor, bits: int) -> Tensor:
     """The grid's nearest number for a zero point in codes."""
-    return (zero_point * (_LAST_ZERO_POINT / ((1 << bits) - 1))).round().clamp(0, _LAST_ZERO_POINT).to(torch.int32)
+    return (
+        (zero_point * (_LAST_ZERO_POINT / ((1 << bits) - 1)))
+        .round()
+        .clamp(0, _LAST_ZERO_POINT)
+        .to(torch.int32)
+    )
 
 
 def _fitted_words(values: Tensor, words: Tensor, bits: int) -> Tensor:
-    """Fit the words of all groups, on the CPU as many at a time as its caches hold with the temporaries."""
+    """Fit the words of all groups, on the CPU as many at a time as its caches hold with the
+    temporaries.
+    """
     if values.device.type != "cpu" or values.numel() <= _FITTED_VALUES:
         return _fit(values, words, bits)
     rows = max(1, _FITTED_VALUES // values.shape[-1])
@@ -183,11 +209,12 @@ def _fitted_words(values: Tensor, words: Tensor, bits: int) -> Tensor:
 
 
 def _fit(values: Tensor, words: Tensor, bits: int) -> Tensor:
-    """Search smaller scales and other zero points for the least squared error; no calibration data are needed.
+    """Search smaller scales and other zero points for the least squared error; no calibration data
+    are needed.
 
-    Clipping a group's extremes pays where the finer scale saves more on its other values. For every scale three zero
-    points are tried, which clip below, on both sides, or above; each is refitted once, because the codes that it
-    gives want another offset.
+    Clipping a group's extremes pays where the finer scale saves more on its other values. For every
+    scale three zero points are tried, which clip below, on both sides, or above; each is refitted
+    once, because the codes that it gives want another offset.
     """
     first_index, scales = words >> 7, word_scales(values.device)
     below, above = values.amin(-1).clamp_max_(0.0), values.amax(-1).clamp_min_(0.0)
@@ -209,7 +236,9 @@ def _fit(values: Tensor, words: Tensor, bits: int) -> Tensor:
         lowest, highest = -below / scale, (1 << bits) - 1 - above / scale
         for zero_point in (lowest, (lowest + highest) / 2, highest):
             remainder, _ = without_offset(index << 7 | _zero_point_index(zero_point, bits))
-            candidate = index << 7 | _zero_point_index(-(_sum(remainder) / values.shape[-1]) / scale, bits)
+            candidate = index << 7 | _zero_point_index(
+                -(_sum(remainder) / values.shape[-1]) / scale, bits
+            )
             candidate_error = error(candidate)
             better = candidate_error < least_error
             best = torch.where(better, candidate, best)

@@ -1,5 +1,5 @@
-"""Loops of `product_loop` for rows of blocks (`BlockFormat`): the code that decodes a block, in LLVM's language (IR),
-written from the format's record.
+"""Loops of `product_loop` for rows of blocks (`BlockFormat`): the code that decodes a block, in
+LLVM's language (IR), written from the format's record.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ _INT8 = ir.IntType(8)
 
 @cache
 def loops(fmt: BlockFormat) -> tuple[Loop, Loop]:
-    """Return loops that multiply and decode; raises `NotImplementedError` where the processor lacks 16-bit numbers."""
-    if not CONVERTS_HALVES and any(n.floating in ("F16", "F8_E5M2") for n in (fmt.codes, *fmt.scales, *fmt.offsets)):
+    """Return loops that multiply and decode; raises `NotImplementedError` where the processor lacks
+    16-bit numbers.
+    """
+    if not CONVERTS_HALVES and any(
+        n.floating in ("F16", "F8_E5M2") for n in (fmt.codes, *fmt.scales, *fmt.offsets)
+    ):
         raise NotImplementedError("this processor does not convert 16-bit numbers")
     digest = hashlib.sha256(Path(__file__).read_bytes() + repr(fmt).encode()).hexdigest()[:16]
     takes_long = len(fmt.codes.parts) > 1 or fmt.codes.floating or not HAS_AVX512
@@ -63,7 +67,9 @@ def _weights(fmt: BlockFormat, builder: Any, block: Any) -> Iterator[Any]:
             values = builder.fmul(values, ir.Constant(VECTOR, [fmt.factor] * LANES))
         if offsets is None:
             return values
-        return (builder.fsub if fmt.subtracts else builder.fadd)(values, _lane(builder, offsets, group))
+        return (builder.fsub if fmt.subtracts else builder.fadd)(
+            values, _lane(builder, offsets, group)
+        )
 
     for first in range(0, fmt.block_values, LANES):
         integers = _integers(builder, block, fmt.codes, first, LANES)
@@ -95,7 +101,8 @@ def _factors(builder: Any, fmt: BlockFormat, block: Any, factors: tuple[Numbers,
 
 def _factor(builder: Any, fmt: BlockFormat, block: Any, numbers: Numbers) -> Any:
     if numbers.floating == "F16" and numbers.count == 1:
-        # Among its neighbours: one alone would be inserted in a register, and wait for what was in it.
+        # Among its neighbours: one alone would be inserted in a register, and wait for what was in
+        # it.
         at = numbers.parts[0].bytes[0]
         first = min(at, fmt.block_bytes - 8)
         bits = load(builder, builder.add(block, INT64(first)), ir.VectorType(INT16, 4), 1)
@@ -114,10 +121,14 @@ def _integers(builder: Any, block: Any, numbers: Numbers, first: int, count: int
     for part in numbers.parts:
         given, shifts = part.bytes[first : first + count], part.shifts[first : first + count]
         low = min(given)
-        data = load(builder, builder.add(block, INT64(low)), ir.VectorType(_INT8, max(given) - low + 1), 1)
+        data = load(
+            builder, builder.add(block, INT64(low)), ir.VectorType(_INT8, max(given) - low + 1), 1
+        )
         lanes = [byte - low for byte in given]
         if lanes != list(range(data.type.count)):
-            data = builder.shuffle_vector(data, data, ir.Constant(ir.VectorType(INT32, count), lanes))
+            data = builder.shuffle_vector(
+                data, data, ir.Constant(ir.VectorType(INT32, count), lanes)
+            )
         found = builder.lshr(builder.zext(data, kind), ir.Constant(kind, list(shifts)))
         found = builder.and_(found, ir.Constant(kind, [(1 << part.width) - 1] * count))
         result = builder.or_(result, builder.shl(found, ir.Constant(kind, [width] * count)))
@@ -146,11 +157,17 @@ def _floats(builder: Any, name: str, bits: Any) -> Any:
         return builder.shl(value, ir.Constant(kind, [shift] * kind.count))
 
     if name in ("F16", "F8_E5M2"):  # the second is the upper half of the first
-        halves = builder.trunc(shifted(bits, 0xFFFF, 8 if name == "F8_E5M2" else 0), ir.VectorType(INT16, kind.count))
-        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), kind.count)), result)
+        halves = builder.trunc(
+            shifted(bits, 0xFFFF, 8 if name == "F8_E5M2" else 0), ir.VectorType(INT16, kind.count)
+        )
+        return builder.fpext(
+            builder.bitcast(halves, ir.VectorType(ir.HalfType(), kind.count)), result
+        )
     if name == "F8_E4M3":  # its exponent begins at 2^-7, that of float32 at 2^-127
         bits = builder.or_(shifted(bits, 0x80, 24), shifted(bits, 0x7F, 20))
-        return builder.fmul(builder.bitcast(bits, result), ir.Constant(result, [2.0**120] * kind.count))
+        return builder.fmul(
+            builder.bitcast(bits, result), ir.Constant(result, [2.0**120] * kind.count)
+        )
     return builder.bitcast(shifted(bits, 0xFFFF, 16) if name == "BF16" else bits, result)
 
 
@@ -158,14 +175,22 @@ def _looked_up(builder: Any, table: tuple[float, ...], integers: Any) -> Any:
     """What integers name in a table."""
     if HAS_AVX2 and LANES == 8 and (len(table), integers.type.count) == (16, 8):
         halves = (ir.Constant(VECTOR, table[first : first + 8]) for first in (0, 8))
-        low, high = (call_llvm(builder, "llvm.x86.avx2.permps", VECTOR, half, integers) for half in halves)
-        return builder.select(builder.icmp_signed("<", integers, ir.Constant(integers.type, [8] * 8)), low, high)
+        low, high = (
+            call_llvm(builder, "llvm.x86.avx2.permps", VECTOR, half, integers) for half in halves
+        )
+        return builder.select(
+            builder.icmp_signed("<", integers, ir.Constant(integers.type, [8] * 8)), low, high
+        )
     kind = ir.ArrayType(FLOAT, len(table))
     name = f"table_{hashlib.sha256(repr(table).encode()).hexdigest()[:16]}"
     constant = builder.module.globals.get(name)
     if constant is None:
         constant = ir.GlobalVariable(builder.module, kind, name)
-        constant.linkage, constant.global_constant, constant.initializer = "internal", True, ir.Constant(kind, table)
+        constant.linkage, constant.global_constant, constant.initializer = (
+            "internal",
+            True,
+            ir.Constant(kind, table),
+        )
     result = ir.Constant(ir.VectorType(FLOAT, integers.type.count), ir.Undefined)
     for lane in range(integers.type.count):
         number = builder.extract_element(integers, INT32(lane))
@@ -176,4 +201,6 @@ def _looked_up(builder: Any, table: tuple[float, ...], integers: Any) -> Any:
 
 def _lane(builder: Any, vector: Any, lane: int, count: int = LANES) -> Any:
     """A vector whose elements are all one of another's."""
-    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(INT32, count), [lane] * count))
+    return builder.shuffle_vector(
+        vector, vector, ir.Constant(ir.VectorType(INT32, count), [lane] * count)
+    )

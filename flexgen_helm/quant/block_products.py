@@ -1,4 +1,6 @@
-"""Rows of blocks (`BlockFormat`) decoded, and multiplied as they rest on the host (`block_loop`)."""
+"""Rows of blocks (`BlockFormat`) decoded, and multiplied as they rest on the host
+(`block_loop`).
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,17 @@ _AMX_ROWS = 28
 
 
 def block_matmul(
-    x: Tensor, packed: Tensor, fmt: BlockFormat, bias: Tensor | None = None, batch_invariant: bool = False
+    x: Tensor,
+    packed: Tensor,
+    fmt: BlockFormat,
+    bias: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor | None:
-    """x [T, in] times packed rows [out, row bytes] transposed, plus bias [out] -> [T, out]; None where there is no way.
+    """x [T, in] times packed rows [out, row bytes] transposed, plus bias [out] -> [T, out]; None
+    where there is no way.
 
-    Equals `vector_matmul` with the decoded matrix, bit for bit. The matrix unit takes decoded tiles instead: many rows,
-    or any number where `batch_invariant`.
+    Equals `vector_matmul` with the decoded matrix, bit for bit. The matrix unit takes decoded tiles
+    instead: many rows, or any number where `batch_invariant`.
 
     x, bias: in float32; packed: at any address, the bytes of a row are neighbours.
     """
@@ -41,10 +48,19 @@ def block_matmul(
     if not _takes(packed, fmt, width) or (module := loops(fmt)()) is None:
         return None
     y = empty((count, packed.shape[0]))
-    arguments = [x.data_ptr(), 4 * x.stride(0), packed.data_ptr(), packed.stride(0), y.data_ptr(), 4 * y.stride(0)]
+    arguments = [
+        x.data_ptr(),
+        4 * x.stride(0),
+        packed.data_ptr(),
+        packed.stride(0),
+        y.data_ptr(),
+        4 * y.stride(0),
+    ]
     arguments += [*y.shape, width // fmt.block_values]
     multiply, _ = module.loops(fmt)
-    run_on_threads(multiply.address, arguments, width * packed.shape[0] * -(-count // 4) // _THREAD_ELEMENTS)
+    run_on_threads(
+        multiply.address, arguments, width * packed.shape[0] * -(-count // 4) // _THREAD_ELEMENTS
+    )
     return y if bias is None else add_bias(y, bias)
 
 
@@ -55,7 +71,9 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
     if on_host and _takes(packed, fmt, width) and (module := loops(fmt)()) is not None:
         arguments = [packed.data_ptr(), packed.stride(0), out.data_ptr(), 4 * out.stride(0), rows]
         _, loop = module.loops(fmt)
-        run_on_threads(loop.address, [*arguments, width // fmt.block_values], out.numel() // _THREAD_ELEMENTS)
+        run_on_threads(
+            loop.address, [*arguments, width // fmt.block_values], out.numel() // _THREAD_ELEMENTS
+        )
         return out
     step = max(1, _TORCH_ELEMENTS // width)
     for first in range(0, rows, step):
@@ -71,18 +89,26 @@ def _takes(packed: Tensor, fmt: BlockFormat, width: int) -> bool:
 
 @cache
 def loops(fmt: BlockFormat) -> Loops:
-    return Loops(f"products with {fmt.name}", "flexgen_helm.quant.block_loop", partial(_examples, fmt), tolerance=0.0)
+    return Loops(
+        f"products with {fmt.name}",
+        "flexgen_helm.quant.block_loop",
+        partial(_examples, fmt),
+        tolerance=0.0,
+    )
 
 
 def _examples(fmt: BlockFormat) -> Iterator[Callable[[], Tensor]]:
     """Values, and sums of one term, which nothing rounds: few rows of x, and many."""
     width = 2 * fmt.block_values
     numbers = torch.arange(7 * fmt.stripe_bytes(width), device="cpu").mul(2654435761) >> 16
-    packed = (numbers & 0b10111011).to(torch.uint8).view(7, -1)  # scales are finite without these bits
+    # scales are finite without these bits
+    packed = (numbers & 0b10111011).to(torch.uint8).view(7, -1)
     yield lambda: decode_into(packed, fmt, empty((7, width)))
     for count in (3, 19):
         columns = torch.arange(count, device="cpu").mul(5).remainder(width)
-        yield partial(_product, torch.eye(width, dtype=torch.float32, device="cpu")[columns], packed, fmt)
+        yield partial(
+            _product, torch.eye(width, dtype=torch.float32, device="cpu")[columns], packed, fmt
+        )
 
 
 def _product(x: Tensor, packed: Tensor, fmt: BlockFormat) -> Tensor:

@@ -1,4 +1,6 @@
-"""Rows of blocks, decoded by plain operations of torch on any device: what `BlockFormat` describes, word by word."""
+"""Rows of blocks, decoded by plain operations of torch on any device: what `BlockFormat` describes,
+word by word.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +52,29 @@ def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
             found = bool(can_be) and not bool(numbers_of(blocks, numbers).isfinite().all())
         if found:
             return True
-    return fmt.divides and not bool(_product(blocks, fmt.scales, fmt.block_values, True).isfinite().all())
+    return fmt.divides and not bool(
+        _product(blocks, fmt.scales, fmt.block_values, True).isfinite().all()
+    )
 
 
 def largest(packed: Tensor, fmt: BlockFormat) -> float:
-    """Bound the magnitude of the values of bytes [rows, row bytes]: the largest code with the largest scale."""
+    """Bound the magnitude of the values of bytes [rows, row bytes]: the largest code with the
+    largest scale.
+    """
     blocks = packed.reshape(-1, fmt.block_bytes)
     scale, offset, zero = (
-        float(_product(blocks, factors, max(numbers.count for numbers in factors), is_divided).abs().max())
+        float(
+            _product(blocks, factors, max(numbers.count for numbers in factors), is_divided)
+            .abs()
+            .max()
+        )
         if factors
         else 0.0
-        for factors, is_divided in ((fmt.scales, fmt.divides), (fmt.offsets, False), (fmt.zeros, False))
+        for factors, is_divided in (
+            (fmt.scales, fmt.divides),
+            (fmt.offsets, False),
+            (fmt.zeros, False),
+        )
     )
     return (_largest_code(fmt) + zero) * scale * fmt.factor + offset
 
@@ -71,9 +85,16 @@ def _largest_code(fmt: BlockFormat) -> float:
     return float(numbers_of(every_byte, fmt.codes).nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _product(blocks: Tensor, factors: Sequence[Numbers], count: int, is_divided: bool = False) -> Tensor:
-    """Return the product of factors for each of `count` values [blocks, count]; is_divided: the second by the first."""
-    first, *more = (numbers_of(blocks, numbers).repeat_interleave(count // numbers.count, 1) for numbers in factors)
+def _product(
+    blocks: Tensor, factors: Sequence[Numbers], count: int, is_divided: bool = False
+) -> Tensor:
+    """Return the product of factors for each of `count` values [blocks, count]; is_divided: the
+    second by the first.
+    """
+    first, *more = (
+        numbers_of(blocks, numbers).repeat_interleave(count // numbers.count, 1)
+        for numbers in factors
+    )
     for factor in more:
         first = factor / first if is_divided else first * factor
     return first
@@ -81,7 +102,11 @@ def _product(blocks: Tensor, factors: Sequence[Numbers], count: int, is_divided:
 
 def numbers_of(blocks: Tensor, numbers: Numbers) -> Tensor:
     """Return numbers of all blocks [blocks, count] in float32."""
-    device, integer, width = blocks.device, torch.zeros(1, dtype=torch.int32, device=blocks.device), 0
+    device, integer, width = (
+        blocks.device,
+        torch.zeros(1, dtype=torch.int32, device=blocks.device),
+        0,
+    )
     for part in numbers.parts:
         places, shifts = (torch.tensor(given, device=device) for given in (part.bytes, part.shifts))
         found = blocks.index_select(1, places).int() >> shifts.int() & (1 << part.width) - 1

@@ -1,12 +1,14 @@
-"""Formats of quantized matrices: what the program itself packs (`GroupFormat`), and the stored types of published
-files (`BlockFormat`, in the table `BLOCK_FORMATS`). No torch.
+"""Formats of quantized matrices: what the program itself packs (`GroupFormat`), and the stored
+types of published files (`BlockFormat`, in the table `BLOCK_FORMATS`). No torch.
 
     group    `group_size` neighbouring values that share one scale and one zero point
     codes    those values as integers 0 … 2^bits - 1
-    stripe   the smallest part of a packed matrix [rows, width] that can be read alone; all have equally many bytes
+    stripe   the smallest part of a packed matrix [rows, width] that can be read alone; all have
+    equally many bytes
 
-    axis 'in'    groups run along a row     stripe = one row             codes of its groups, then their scales
-    axis 'out'   groups run along a column  stripe = `group_size` rows   codes of its groups, then their scales
+    axis 'in'    groups run along a row     stripe = one row             codes of its groups, then
+    their scales axis 'out'   groups run along a column  stripe = `group_size` rows   codes of its
+    groups, then their scales
 
 The last group of a row (axis 'in') or of a column (axis 'out') is padded to a whole one.
 """
@@ -28,17 +30,21 @@ Fit = Literal["range", "error"]
 
 
 @dataclass(frozen=True)
-class GroupFormat(Identified, name="GroupFormat", first_version="bits group=group_size axis scales fit"):
+class GroupFormat(
+    Identified, name="GroupFormat", first_version="bits group=group_size axis scales fit"
+):
     """Group-wise quantization of a matrix (the paper, 'Group-wise Quantization').
 
     bits: of a code, 4 or 8.
     group_size: values of a group, a multiple of 8.
-    axis: 'in' groups values of one row, 'out' values of one column (the paper's choice for weights).
+    axis: 'in' groups values of one row, 'out' values of one column (the paper's choice for
+        weights).
     scales: how a group's scale and zero point are stored (`quant.arithmetic`).
         'pair': scale and minimum in FP16: 32 bits a group (the paper's).
-        'word': 9 bits of a logarithmic scale and 7 of the zero point: 16 bits a group. Ranges include zero.
-    fit: 'range' takes the scale from minimum and maximum (the paper's); 'error' searches the word of least squared
-        error.
+        'word': 9 bits of a logarithmic scale and 7 of the zero point: 16 bits a group. Ranges
+        include zero.
+    fit: 'range' takes the scale from minimum and maximum (the paper's); 'error' searches the word
+        of least squared error.
     """
 
     bits: int = 4
@@ -53,7 +59,10 @@ class GroupFormat(Identified, name="GroupFormat", first_version="bits group=grou
         if self.group_size < 8 or self.group_size % 8:
             raise UsageError(f"groups of {self.group_size}: a group has a multiple of 8 values")
         if self.fit == "error" and self.scales != "word":
-            raise UsageError("the least squared error is searched on the grid of 16-bit scales: take scales='word'")
+            raise UsageError(
+                "the least squared error is searched on the grid of 16-bit scales: take "
+                "scales='word'"
+            )
 
     @property
     def scale_bytes(self) -> int:
@@ -90,7 +99,9 @@ StoredFormat: TypeAlias = "GroupFormat | BlockFormat"
 
 @dataclass(frozen=True)
 class Bits:
-    """Some bits of each number of a block: number i has them in byte `bytes[i]`, from bit `shifts[i]` on."""
+    """Some bits of each number of a block: number i has them in byte `bytes[i]`, from bit
+    `shifts[i]` on.
+    """
 
     width: int
     bytes: tuple[int, ...]
@@ -105,7 +116,8 @@ class Numbers:
     zero: is subtracted from the integer that the bits are.
     signed: the highest of 8 bits is the integer's sign.
     table: what the integer names; None for itself.
-    floating: the bits are a floating-point number: F16, BF16, F32, F8_E4M3 or F8_E5M2, as safetensors calls them.
+    floating: the bits are a floating-point number: F16, BF16, F32, F8_E4M3 or F8_E5M2, as
+        safetensors calls them.
     """
 
     parts: tuple[Bits, ...]
@@ -123,12 +135,14 @@ class Numbers:
 class BlockFormat:
     """A stored type whose rows are blocks of neighbouring values, each of equally many bytes.
 
-        value[i] = (code[i] - zero[i]) scale[i] factor + offset[i]     in float32, rounded after each operation
+        value[i] = (code[i] - zero[i]) scale[i] factor + offset[i]     in float32, rounded after
+        each operation
 
     name: what files call it.
     block_values, block_bytes: of a block.
     codes: of its values.
-    scales: factors of the scale, multiplied in this order: one for the block, or one for each of its equal parts.
+    scales: factors of the scale, multiplied in this order: one for the block, or one for each of
+        its equal parts.
     offsets: likewise of the offset, which is 0 where there are none.
     subtracts: the offset is subtracted.
     zeros: of the zero points, one for each scale; 0 where there are none.
@@ -177,7 +191,9 @@ class BlockFormat:
 
 
 def _bits(count: int, at: int, width: int, span: int, shift: int = 0) -> Bits:
-    """Return bits of numbers in chunks of `span` bytes: a chunk has one number of each byte, then the next of each."""
+    """Return bits of numbers in chunks of `span` bytes: a chunk has one number of each byte, then
+    the next of each.
+    """
     per_byte, numbers = 8 // width, range(count)
     places = tuple(at + i // (span * per_byte) * span + i % span for i in numbers)
     return Bits(width, places, tuple(shift + width * (i // span % per_byte) for i in numbers))
@@ -204,7 +220,8 @@ _FP4 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6
 _HALF_E8M0 = tuple(2.0 ** (exponent - 128) for exponent in range(256))
 # E4M3 without a sign: the bit in its place counts nothing, and what would be NaN is 0.
 _HALF_E4M3 = tuple(
-    0.0 if e == 0x7F else 2.0 ** (max(e >> 3 & 15, 1) - 8) * ((e & 7) / 8 + (e >> 3 & 15 > 0)) for e in range(256)
+    0.0 if e == 0x7F else 2.0 ** (max(e >> 3 & 15, 1) - 8) * ((e & 7) / 8 + (e >> 3 & 15 > 0))
+    for e in range(256)
 )
 _IQ4 = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
 
@@ -214,8 +231,17 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
     for fmt in (
         BlockFormat("Q4_0", 32, 18, Numbers((_bits(32, 2, 4, 16),), zero=8), (_half(0),)),
         BlockFormat("Q4_1", 32, 20, Numbers((_bits(32, 4, 4, 16),)), (_half(0),), (_half(2),)),
-        BlockFormat("Q5_0", 32, 22, Numbers((_bits(32, 6, 4, 16), _bits(32, 2, 1, 1)), zero=16), (_half(0),)),
-        BlockFormat("Q5_1", 32, 24, Numbers((_bits(32, 8, 4, 16), _bits(32, 4, 1, 1))), (_half(0),), (_half(2),)),
+        BlockFormat(
+            "Q5_0", 32, 22, Numbers((_bits(32, 6, 4, 16), _bits(32, 2, 1, 1)), zero=16), (_half(0),)
+        ),
+        BlockFormat(
+            "Q5_1",
+            32,
+            24,
+            Numbers((_bits(32, 8, 4, 16), _bits(32, 4, 1, 1))),
+            (_half(0),),
+            (_half(2),),
+        ),
         BlockFormat("Q8_0", 32, 34, Numbers((_bits(32, 2, 8, 32),), signed=True), (_half(0),)),
         BlockFormat(
             "Q2_K",
@@ -291,9 +317,10 @@ _FP4_CODES = tuple(value / 2 for value in _FP4[:8]) + tuple(-value / 2 for value
 _E8M0 = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.nan)
 # QLoRA, appendix E: quantiles of a normal distribution.
 _NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
 )  # fmt: skip
 SCALE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
 # Values of a block: the most that a loop decodes without a turn, and the fewest.
@@ -314,10 +341,12 @@ def scaled_format(
     factor: float = 1.0,
     table: tuple[float, ...] = _NF4,
 ) -> BlockFormat | None:
-    """Return the format of blocks of a scale, or several, and codes behind; None for types or widths without one.
+    """Return the format of blocks of a scale, or several, and codes behind; None for types or
+    widths without one.
 
-    codes: F8_E4M3, F8_E5M2, I8; FP4, U2, U3, U4, or U8, as a stream from the lowest bit of each byte on, where a U code
-        counts from its middle; another name for 4 bits that name values of a table, the upper ones of a byte first.
+    codes: F8_E4M3, F8_E5M2, I8; FP4, U2, U3, U4, or U8, as a stream from the lowest bit of each
+        byte on, where a U code counts from its middle; another name for 4 bits that name values of
+        a table, the upper ones of a byte first.
     scale: a type of `SCALE_BYTES`.
     width, shared: values of a row, and neighbouring ones with the same scale.
     has_zero: a byte behind each scale is where I8 and U codes count from.
@@ -346,7 +375,9 @@ def scaled_format(
     name = f"{codes} {scale} {shared if parts > 1 else values}" + " zero" * has_zero
     name += f" x {factor:.3g}" * (factor != 1)
     size = at + has_zero * parts + bits // 8
-    return BlockFormat(name, values, size, numbers, scales, zeros=zeros, divides=is_divided, factor=factor)
+    return BlockFormat(
+        name, values, size, numbers, scales, zeros=zeros, divides=is_divided, factor=factor
+    )
 
 
 def _codes(kind: str, count: int, at: int, has_zero: bool, table: tuple[float, ...]) -> Numbers:
@@ -358,9 +389,13 @@ def _codes(kind: str, count: int, at: int, has_zero: bool, table: tuple[float, .
     if kind == "FP4":
         return Numbers((_bits(count, at, 4, 1),), table=_FP4_CODES)
     if not kind.startswith("U"):
-        return Numbers((Bits(4, tuple(at + i // 2 for i in range(count)), (4, 0) * (count // 2)),), table=table)
+        return Numbers(
+            (Bits(4, tuple(at + i // 2 for i in range(count)), (4, 0) * (count // 2)),), table=table
+        )
     width = int(kind[1:])
     step = 1 if width == 3 else width  # which a byte has whole
     stream = [range(bit, count * width, width) for bit in range(0, width, step)]
-    parts = (Bits(step, tuple(at + i // 8 for i in bits), tuple(i % 8 for i in bits)) for bits in stream)
+    parts = (
+        Bits(step, tuple(at + i // 8 for i in bits), tuple(i % 8 for i in bits)) for bits in stream
+    )
     return Numbers(tuple(parts), zero=0 if has_zero else 1 << width - 1)

@@ -1,9 +1,11 @@
-"""Dequantization into the compute type, and a host's products with quantized weights: compiled loops, else plain torch.
+"""Dequantization into the compute type, and a host's products with quantized weights: compiled
+loops, else plain torch.
 
-Plain torch passes over the values several times, each through memory; a compiled loop passes once and leaves the tile
-in the cache. Both dequantize to the same bits; products of few rows on a host sum codes instead, and differ by
-rounding. numba (CPUs) and Triton (CUDA) compile at the first call and keep the result on disk. The first error of
-Triton, such as a machine without a C compiler, ends its use in this process.
+Plain torch passes over the values several times, each through memory; a compiled loop passes once
+and leaves the tile in the cache. Both dequantize to the same bits; products of few rows on a host
+sum codes instead, and differ by rounding. numba (CPUs) and Triton (CUDA) compile at the first call
+and keep the result on disk. The first error of Triton, such as a machine without a C compiler, ends
+its use in this process.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from flexgen_helm.quant.block_products import decode_into
 from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, StoredFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 
-# Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's product are faster.
+# Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's
+# product are faster.
 QUANTIZED_MATMUL_ROWS = 32
 _AXES: tuple[Axis, ...] = ("in", "out")
 _SCALES: tuple[Scales, ...] = ("pair", "word")
@@ -60,27 +63,42 @@ def quantized_matmul(
 ) -> Tensor | None:
     """x [T, width] times the packed matrix [rows, width] transposed, plus bias [rows] -> [T, rows].
 
-    The matrix is not dequantized in memory. None where dequantizing is faster or there is no loop: more tokens than
-    `QUANTIZED_MATMUL_ROWS`, a device, axis 'in' (tables).
+    The matrix is not dequantized in memory. None where dequantizing is faster or there is no loop:
+    more tokens than `QUANTIZED_MATMUL_ROWS`, a device, axis 'in' (tables).
     """
     if x.shape[0] > QUANTIZED_MATMUL_ROWS or fmt.axis != "out" or not x.is_contiguous():
         return None
     if not _on_cpu(packed, x) or (module := loops()) is None:
         return None
     y = empty((x.shape[0], rows))
-    _run(module.matmul_columns, packed, fmt, [x.data_ptr(), rows, x.shape[1], y.data_ptr(), x.shape[0]])
+    _run(
+        module.matmul_columns,
+        packed,
+        fmt,
+        [x.data_ptr(), rows, x.shape[1], y.data_ptr(), x.shape[0]],
+    )
     return y if bias is None else y.add_(bias)
 
 
 def _run(loop: Any, packed: Tensor, fmt: GroupFormat, operands: list[int]) -> None:
     stripes = packed.shape[0]
     table, words = _table(fmt.scales, fmt.bits), fmt.scales == "word"
-    arguments = [packed.data_ptr(), packed.stride(0), stripes, fmt.group_size, fmt.bits, words, table.data_ptr()]
+    arguments = [
+        packed.data_ptr(),
+        packed.stride(0),
+        stripes,
+        fmt.group_size,
+        fmt.bits,
+        words,
+        table.data_ptr(),
+    ]
     run_on_threads(loop.address, [*arguments, *operands], stripes)
 
 
 def _is_for_triton(packed: Tensor, fmt: StoredFormat, out: Tensor) -> bool:
-    """Return whether Triton can take the tensors: our formats' scales are numbers of 16 bits, at even addresses."""
+    """Return whether Triton can take the tensors: our formats' scales are numbers of 16 bits, at
+    even addresses.
+    """
     if not (packed.is_cuda and out.is_cuda and out.is_contiguous()) or packed.stride(1) != 1:
         return False
     if isinstance(fmt, BlockFormat):
@@ -99,15 +117,26 @@ def _table(scales: Scales, bits: int) -> Tensor:
     """What the loops look scales up in."""
     if scales == "word":
         return word_table(bits, torch.device("cpu"))
-    return torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.float16).float()
+    return (
+        torch.arange(1 << 16, dtype=torch.int32, device="cpu")
+        .to(torch.uint16)
+        .view(torch.float16)
+        .float()
+    )
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
     """A matrix of each kind of bytes, and a product."""
     matrix = torch.arange(16 * 40, dtype=torch.float32, device="cpu").mul(0.37).sin().view(16, 40)
-    for fmt in (GroupFormat(bits, 16, axis, scales) for bits in (4, 8) for axis in _AXES for scales in _SCALES):
+    for fmt in (
+        GroupFormat(bits, 16, axis, scales)
+        for bits in (4, 8)
+        for axis in _AXES
+        for scales in _SCALES
+    ):
         stripes = quantize(matrix, fmt)
-        packed = torch.cat((stripes, stripes.flip(1)), 1)[:, : stripes.shape[1]]  # caches have others behind them
+        # caches have others behind them
+        packed = torch.cat((stripes, stripes.flip(1)), 1)[:, : stripes.shape[1]]
         yield partial(_matrix, packed, fmt)
         if fmt.axis == "out":
             yield partial(_product, matrix[:5], packed, fmt)
@@ -128,8 +157,9 @@ loops = Loops("dequantization", "flexgen_helm.quant.numba_kernels", _examples, t
 def _with_triton(packed: Tensor, fmt: StoredFormat, out: Tensor) -> bool:
     """Dequantize with Triton's kernels; return whether they did.
 
-    The first error ends the use of Triton in this process, with one warning. It compiles a kernel at its first launch,
-    for which it needs a driver, a C compiler, and a GPU that it knows. Too little memory is the caller's affair.
+    The first error ends the use of Triton in this process, with one warning. It compiles a kernel
+    at its first launch, for which it needs a driver, a C compiler, and a GPU that it knows. Too
+    little memory is the caller's affair.
     """
     if TRITON in switched_off:
         return False

@@ -1,10 +1,12 @@
 """Packed bytes of a quantized matrix: how it is stored on every tier and crosses links.
 
-A stripe (`quant.formats`) is the code bytes of its groups, then their scales. With 4 bits, byte j of a group has
-value j in its low half and value j + group / 2 in its high half, so that both halves unpack to runs.
+A stripe (`quant.formats`) is the code bytes of its groups, then their scales. With 4 bits, byte j
+of a group has value j in its low half and value j + group / 2 in its high half, so that both halves
+unpack to runs.
 
-    axis 'in'    | group 0: group bits / 8 bytes | group 1 | … | scales of group 0 | scales of group 1 | …
-    axis 'out'   | byte 0 of every column | byte 1 of every column | … | scale of every column | offset of every column
+    axis 'in'    | group 0: group bits / 8 bytes | group 1 | … | scales of group 0 | scales of group
+    1 | … axis 'out'   | byte 0 of every column | byte 1 of every column | … | scale of every column
+    | offset of every column
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _FITS: tuple[Fit, ...] = ("range", "error")
 
 
 def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Tensor:
-    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]; `saturate` and errors: see `to_codes`."""
+    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]; `saturate` and errors: see
+    `to_codes`.
+    """
     if not saturate and (packed := _pack_columns(values, fmt)) is not None:
         return packed
     codes, scales = to_codes(_to_groups(values, fmt), fmt, saturate=saturate)
@@ -35,11 +39,19 @@ def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Ten
     if fmt.axis == "out":
         code_bytes, scales = code_bytes.transpose(1, 2), scales.transpose(1, 2)
     stripes = codes.shape[0]
-    return torch.cat((code_bytes.reshape(stripes, -1), scales.reshape(stripes, -1).contiguous().view(torch.uint8)), 1)
+    return torch.cat(
+        (
+            code_bytes.reshape(stripes, -1),
+            scales.reshape(stripes, -1).contiguous().view(torch.uint8),
+        ),
+        1,
+    )
 
 
 def dequantize(packed: Tensor, fmt: GroupFormat, rows: int, width: int) -> Tensor:
-    """Bytes [stripes, stripe_bytes] -> float32 [rows, width], by plain operations of torch on any device."""
+    """Bytes [stripes, stripe_bytes] -> float32 [rows, width], by plain operations of torch on any
+    device.
+    """
     stripes, groups = packed.shape[0], fmt.stripe_groups(width)
     code_bytes, scale_bytes = packed.tensor_split([groups * fmt.code_bytes], dim=1)
     if fmt.axis == "out":
@@ -50,7 +62,9 @@ def dequantize(packed: Tensor, fmt: GroupFormat, rows: int, width: int) -> Tenso
         numbers = scale_bytes.reshape(stripes, groups, -1, 2)
     # A view as int16 would fail: bytes that were cut out of stripes may begin at odd addresses.
     words = numbers[..., 0].to(torch.int32) | numbers[..., 1].to(torch.int32) << 8
-    scales = words[..., 0] if fmt.scales == "word" else _to_int16(words).contiguous().view(torch.float16)
+    scales = (
+        words[..., 0] if fmt.scales == "word" else _to_int16(words).contiguous().view(torch.float16)
+    )
     values = from_codes(_unpack_codes(codes, fmt.bits), scales, fmt)
     if fmt.axis == "out":
         return values.transpose(1, 2).reshape(-1, width)[:rows]
@@ -79,7 +93,15 @@ def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
     table = word_table(fmt.bits, packed.device)
     run_on_threads(
         module.pack_columns.address,
-        [packed.data_ptr(), packed.shape[1], packed.shape[0], fmt.group_size, fmt.bits, 1, table.data_ptr()]
+        [
+            packed.data_ptr(),
+            packed.shape[1],
+            packed.shape[0],
+            fmt.group_size,
+            fmt.bits,
+            1,
+            table.data_ptr(),
+        ]
         + [matrix.data_ptr(), rows, width, TRIED_SCALES if fmt.fit == "error" else 0],
         packed.shape[0] * width,
     )
@@ -87,7 +109,9 @@ def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    matrix = torch.randn(40, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    matrix = torch.randn(
+        40, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
     for bits, fit in product((4, 8), _FITS):
         yield partial(_rounded, matrix, GroupFormat(bits, 32, "out", "word", fit))
 
@@ -100,7 +124,9 @@ loops = Loops("packing", "flexgen_helm.quant.packing_loop", _examples)
 
 
 def _to_groups(values: Tensor, fmt: GroupFormat) -> Tensor:
-    """[rows, width] -> [stripes, groups, group], padded with the last value, which widens no range."""
+    """[rows, width] -> [stripes, groups, group], padded with the last value, which widens no
+    range.
+    """
     if fmt.axis == "out":
         return _to_groups(values.t(), GroupFormat(group_size=fmt.group_size)).transpose(0, 1)
     rows, width = values.shape

@@ -1,4 +1,5 @@
-"""The loop that packs matrices on CPUs, compiled by numba: axis 'out' with words (layout: `quant.packing`).
+"""The loop that packs matrices on CPUs, compiled by numba: axis 'out' with words (layout:
+`quant.packing`).
 
 Operation by operation as `quant.arithmetic` does it, so to the same bytes.
 """
@@ -44,8 +45,11 @@ def _rounded(value: Any, top: Any) -> Any:
     return ((value if value < top else top) + _ROUNDER) - _ROUNDER
 
 
-def _write_sums(builder: Any, squares: int, bits: int, values: Any, group: Any, given: Any, sums: Any) -> None:
-    """Fill sums with what codes leave of values [group, columns], or its squares, in the order of `arithmetic`.
+def _write_sums(
+    builder: Any, squares: int, bits: int, values: Any, group: Any, given: Any, sums: Any
+) -> None:
+    """Fill sums with what codes leave of values [group, columns], or its squares, in the order of
+    `arithmetic`.
 
     given: scale, 1 / scale and offset of columns.
     """
@@ -54,11 +58,14 @@ def _write_sums(builder: Any, squares: int, bits: int, values: Any, group: Any, 
         at = builder.mul(lanes.index, INT64(4 * LANES))
         first = builder.add(given, at)
         scale, inverse, offset = (
-            load(builder, builder.add(first, INT64(number * row_bytes)), VECTOR, 4) for number in range(3)
+            load(builder, builder.add(first, INT64(number * row_bytes)), VECTOR, 4)
+            for number in range(3)
         )
         totals = [cgutils.alloca_once_value(builder, zero) for _ in range(PARTIAL_SUMS)]
         with cgutils.for_range(builder, builder.udiv(group, INT64(PARTIAL_SUMS))) as rows:
-            row = builder.add(builder.add(values, at), builder.mul(rows.index, INT64(PARTIAL_SUMS * row_bytes)))
+            row = builder.add(
+                builder.add(values, at), builder.mul(rows.index, INT64(PARTIAL_SUMS * row_bytes))
+            )
             for number, total in enumerate(totals):
                 value = load(builder, builder.add(row, INT64(number * row_bytes)), VECTOR, 4)
                 code = builder.fmul(builder.fsub(value, offset), inverse)
@@ -84,14 +91,23 @@ _fill_sums = ir_statement((0, 1), (4, 8))(_write_sums)
 
 
 @njit
-def _search(values: Any, below: Any, above: Any, words: Any, table: Any, bits: Any, tried: Any) -> None:
-    """Replace words [columns], which cover the range, by those of least error (`arithmetic._fit`)."""
+def _search(
+    values: Any, below: Any, above: Any, words: Any, table: Any, bits: Any, tried: Any
+) -> None:
+    """Replace words [columns], which cover the range, by those of least error
+    (`arithmetic._fit`).
+    """
     group, top = len(values), np.float32((1 << bits) - 1)
     zero_points, grid = table[512:], np.float32(127) / top
     numbers = np.empty((6, _COLUMNS), np.float32)
     scale, inverse, offset, sums, zero_point, least = numbers
     first_index, index, candidate = np.empty((3, _COLUMNS), np.int32)
-    at = np.int64(values.ctypes.data), group, np.int64(numbers.ctypes.data), np.int64(sums.ctypes.data)
+    at = (
+        np.int64(values.ctypes.data),
+        group,
+        np.int64(numbers.ctypes.data),
+        np.int64(sums.ctypes.data),
+    )
     for c in range(_COLUMNS):
         first_index[c], scale[c] = words[c] >> 7, table[words[c] >> 7]
         inverse[c], offset[c] = np.float32(1) / scale[c], -(zero_points[words[c] & 127] * scale[c])
@@ -107,7 +123,8 @@ def _search(values: Any, below: Any, above: Any, words: Any, table: Any, bits: A
                 lowest, highest = -below[c] / scale[c], top - above[c] / scale[c]
                 middle = (lowest + highest) / np.float32(2)
                 zero_point[c] = lowest if clipped == 0 else (middle if clipped == 1 else highest)
-            for squares in range(2):  # the first sums refit the zero point, the second are the error
+            # the first sums refit the zero point, the second are the error
+            for squares in range(2):
                 for c in range(_COLUMNS):
                     candidate[c] = np.int32(_rounded(zero_point[c] * grid, np.float32(127)))
                 for c in range(_COLUMNS):
@@ -128,13 +145,18 @@ def pack_columns(address: Any) -> None:
     Arguments: those of `numba_kernels`, and how many scales are tried for the least error.
     """
     part, parts = part_of_thread(address)
-    packed, stripe_bytes, stripes, group, bits, _, numbers, matrix, rows, width, tried = operands(address, 11)
+    packed, stripe_bytes, stripes, group, bits, _, numbers, matrix, rows, width, tried = operands(
+        address, 11
+    )
     table, top, code_bytes = floats(numbers, 640), np.float32((1 << bits) - 1), group * bits // 8
     pieces = (width + _COLUMNS - 1) // _COLUMNS
     for piece in range(stripes * pieces * part // parts, stripes * pieces * (part + 1) // parts):
         stripe, first = piece // pieces, piece % pieces * _COLUMNS
         columns = min(_COLUMNS, width - first)
-        values, (below, above) = np.zeros((group, _COLUMNS), np.float32), np.zeros((2, _COLUMNS), np.float32)
+        values, (below, above) = (
+            np.zeros((group, _COLUMNS), np.float32),
+            np.zeros((2, _COLUMNS), np.float32),
+        )
         words = np.zeros(_COLUMNS, np.int32)
         for j in range(group):
             row = min(stripe * group + j, rows - 1)  # the last one pads
@@ -157,7 +179,11 @@ def pack_columns(address: Any) -> None:
             below[c] = table[words[c] >> 7]
             above[c] = -(table[512 + (words[c] & 127)] * below[c])
         for j in range(code_bytes):
-            target, value, upper = data[j * width + first :], values[j], values[j + group - code_bytes]
+            target, value, upper = (
+                data[j * width + first :],
+                values[j],
+                values[j + group - code_bytes],
+            )
             for c in range(columns):
                 code = np.uint8(_rounded((value[c] - above[c]) / below[c], top))
                 if bits == 4:

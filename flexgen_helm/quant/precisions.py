@@ -22,17 +22,21 @@ _PACKING_VERSION = 1
 
 
 @dataclass(frozen=True)
-class CacheFormat(Identified, name="CacheFormat", first_version="keys values residual=residual_window value_share"):
-    """How keys and values are stored. It also says what every query sees, wherever the cache is and even without one.
+class CacheFormat(
+    Identified, name="CacheFormat", first_version="keys values residual=residual_window value_share"
+):
+    """How keys and values are stored. It also says what every query sees, wherever the cache is and
+    even without one.
 
-    A query sees the newest tokens in full precision and the older ones quantized. Groups of tokens begin at absolute
-    positions, so what a query sees depends on positions alone.
+    A query sees the newest tokens in full precision and the older ones quantized. Groups of tokens
+    begin at absolute positions, so what a query sees depends on positions alone.
 
-    keys, values: formats; None keeps the compute type. Axis 'in' groups the elements of a token's head, axis 'out'
-        one element of `group_size` neighbouring tokens (per channel).
-    residual_window: newest tokens, the query's own included, that are seen in full precision (KIVI's residual length).
-    value_share: sparse attention (the paper, section 5): of the older tokens a query takes the values of this share,
-        those with the largest weights; 1 takes all.
+    keys, values: formats; None keeps the compute type. Axis 'in' groups the elements of a token's
+        head, axis 'out' one element of `group_size` neighbouring tokens (per channel).
+    residual_window: newest tokens, the query's own included, that are seen in full precision
+        (KIVI's residual length).
+    value_share: sparse attention (the paper, section 5): of the older tokens a query takes the
+        values of this share, those with the largest weights; 1 takes all.
     """
 
     keys: GroupFormat | None
@@ -43,8 +47,12 @@ class CacheFormat(Identified, name="CacheFormat", first_version="keys values res
     def __post_init__(self) -> None:
         if not 0 < self.value_share <= 1:
             raise UsageError(f"a share of {self.value_share:g} of the values is not in (0, 1]")
-        if self.is_sparse and (self.group_tokens == 1 or (self.values is not None and self.values.axis == "out")):
-            raise UsageError("sparse attention needs groups of tokens, whose values are packed one by one")
+        if self.is_sparse and (
+            self.group_tokens == 1 or (self.values is not None and self.values.axis == "out")
+        ):
+            raise UsageError(
+                "sparse attention needs groups of tokens, whose values are packed one by one"
+            )
 
     @property
     def is_sparse(self) -> bool:
@@ -76,20 +84,26 @@ class CacheFormat(Identified, name="CacheFormat", first_version="keys values res
 
     @property
     def prefix_multiple(self) -> int | None:
-        """Shared prefixes have a multiple of so many tokens, because a stored group belongs to one sequence.
+        """Shared prefixes have a multiple of so many tokens, because a stored group belongs to one
+        sequence.
 
-        None if none can be shared: sparse attention selects among all older tokens of a sequence together.
+        None if none can be shared: sparse attention selects among all older tokens of a sequence
+            together.
         """
         return None if self.is_sparse else self.stored_group_tokens
 
     @property
     def window_tokens(self) -> int:
-        """Capacity of the full-precision residual window, in tokens: it also holds a group that is not yet full."""
+        """Capacity of the full-precision residual window, in tokens: it also holds a group that is
+        not yet full.
+        """
         return self.residual_window + self.stored_group_tokens - 1
 
     @property
     def window_copies(self) -> int:
-        """Copies of the residual window: 2 if it also keeps its tokens as queries see them quantized."""
+        """Copies of the residual window: 2 if it also keeps its tokens as queries see them
+        quantized.
+        """
         return 2 if self.group_tokens == 1 else 1
 
     def group_bytes(self, num_heads: int, head_dim: int, element_bytes: int) -> tuple[int, int]:
@@ -109,7 +123,8 @@ class CacheFormat(Identified, name="CacheFormat", first_version="keys values res
         return part(self.keys), part(self.values)
 
     def bytes_per_value(self, plain: int, value_share: float = 1.0) -> float:
-        """Mean bytes of a key's or value's element, scales included, over all keys and a share of the values.
+        """Mean bytes of a key's or value's element, scales included, over all keys and a share of
+        the values.
 
         plain: bytes of an element that is not quantized.
         """
@@ -147,15 +162,17 @@ class PublishedFormats(Identified, name="PublishedFormats"):
 class Precision(Identified, name="Precision", first_version="name weights tables cache"):
     """What a precision of the product quantizes, and how.
 
-    In 4 bits embedding table and head keep 16 bits: they are a small part of a large model, and decide every token.
+    In 4 bits embedding table and head keep 16 bits: they are a small part of a large model, and
+    decide every token.
     Routers keep 16 bits in any precision: they choose, and nothing averages their errors out.
 
     name: what users call it.
     weights: format of the layers' matrices; None for the checkpoint's 16 bits.
-    tables: format of embedding tables and head, along the inputs, because rows are looked up one by one; None for the
-        checkpoint's 16 bits.
+    tables: format of embedding tables and head, along the inputs, because rows are looked up one by
+        one; None for the checkpoint's 16 bits.
     cache: None for the compute type.
-    published: of the matrices that the precision leaves as they are, those that rest in the checkpoint's own bytes.
+    published: of the matrices that the precision leaves as they are, those that rest in the
+        checkpoint's own bytes.
     """
 
     name: str
@@ -166,7 +183,9 @@ class Precision(Identified, name="Precision", first_version="name weights tables
 
     def __post_init__(self) -> None:
         if self.tables is not None and self.tables.axis != "in":
-            raise UsageError("rows of a table are looked up one by one: its groups run along them, axis 'in'")
+            raise UsageError(
+                "rows of a table are looked up one by one: its groups run along them, axis 'in'"
+            )
 
     @property
     def label(self) -> str:
@@ -175,7 +194,9 @@ class Precision(Identified, name="Precision", first_version="name weights tables
 
     @property
     def weights_label(self) -> str:
-        """Name of the packed weights' files, which changes with the formats of weights and tables alone."""
+        """Name of the packed weights' files, which changes with the formats of weights and tables
+        alone.
+        """
         return f"packed-{_digest((self.weights, self.tables))}"
 
     @property
@@ -198,7 +219,9 @@ def _digest(formats: object) -> str:
 PAPER_GROUPS = GroupFormat(4, 64, "out", "pair", "range")
 _ALONG_HEAD = GroupFormat(4, 64, "in", "pair", "range")
 _OUR_WEIGHTS = GroupFormat(4, 32, "out", "word", "error")
-_OUR_CACHE = CacheFormat(GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual_window=64)
+_OUR_CACHE = CacheFormat(
+    GroupFormat(4, 64, "out"), GroupFormat(4, 32, "in", "word"), residual_window=64
+)
 _EIGHT_BITS = GroupFormat(8, 32, "out", "word", "range")  # 8.5 bits a value
 _SPARSE_SHARE = 0.1  # of the values, as in the paper
 FP16 = Precision("fp16")
@@ -206,19 +229,27 @@ PRECISIONS: Mapping[str, Precision] = {
     precision.name: precision
     for precision in (
         FP16,
-        Precision("fp16-s", cache=CacheFormat(None, None, residual_window=64, value_share=_SPARSE_SHARE)),
+        Precision(
+            "fp16-s", cache=CacheFormat(None, None, residual_window=64, value_share=_SPARSE_SHARE)
+        ),
         Precision("8bit", _EIGHT_BITS, tables=replace(_EIGHT_BITS, axis="in")),
         Precision("4bit-weights", _OUR_WEIGHTS),
         Precision("4bit-cache", cache=_OUR_CACHE),
         Precision("4bit", _OUR_WEIGHTS, cache=_OUR_CACHE),
         Precision("4bit-s", _OUR_WEIGHTS, cache=replace(_OUR_CACHE, value_share=_SPARSE_SHARE)),
-        Precision("paper-4bit", PAPER_GROUPS, cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual_window=1)),
+        Precision(
+            "paper-4bit",
+            PAPER_GROUPS,
+            cache=CacheFormat(_ALONG_HEAD, _ALONG_HEAD, residual_window=1),
+        ),
     )
 }
 
 
 def split_precisions(text: str) -> list[str]:
-    """Return the precisions of a list with commas. Raises `UsageError` for one that is not known."""
+    """Return the precisions of a list with commas. Raises `UsageError` for one that is not
+    known.
+    """
     return [precision_named(name.strip()).name for name in text.split(",") if name.strip()]
 
 
@@ -230,5 +261,7 @@ def precision_named(name: str) -> Precision:
         close = close or difflib.get_close_matches(str(name), PRECISIONS, n=2)
         meant = f"did you mean {listed(close)}? " if close else ""
         known = ", ".join(PRECISIONS)
-        raise UsageError(f"precision {name!r} is not available in this version; {meant}take one of {known}")
+        raise UsageError(
+            f"precision {name!r} is not available in this version; {meant}take one of {known}"
+        )
     return PRECISIONS[name]

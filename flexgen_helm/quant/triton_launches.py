@@ -1,4 +1,6 @@
-"""Launches of the Triton kernels: how a matrix is divided among programs, by its sizes and the device."""
+"""Launches of the Triton kernels: how a matrix is divided among programs, by its sizes and the
+device.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.blocks import numbers_of
 from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers, StoredFormat
 
-# Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout: `quant.packing`), and
-# one for all stored types of published files.
+# Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout:
+# `quant.packing`), and one for all stored types of published files.
 
 
 @triton.jit
 def _codes(at: tl.tensor, high_at: tl.tensor, inside: tl.tensor, bits: tl.constexpr) -> Any:
-    """Low and high codes, in float32: of the bytes at `at`; with 8 bits the high ones are the bytes at `high_at`."""
+    """Low and high codes, in float32: of the bytes at `at`; with 8 bits the high ones are the bytes
+    at `high_at`.
+    """
     byte = tl.load(at, mask=inside, other=0).to(tl.int32)
     if bits == 4:
         low, high = byte & 15, byte >> 4
@@ -41,13 +45,17 @@ def _scale_and_offset(
     zero_points: tl.tensor,
     pairs: tl.constexpr,
 ) -> Any:
-    """Scale and offset of groups: of words, or of pairs, by their indices among the 16-bit numbers at `numbers`."""
+    """Scale and offset of groups: of words, or of pairs, by their indices among the 16-bit numbers
+    at `numbers`.
+    """
     if pairs:
         at = numbers.to(tl.pointer_type(tl.float16))
         scale = tl.load(at + index, mask=inside, other=0.0).to(tl.float32)
         offset = tl.load(at + offset_index, mask=inside, other=0.0).to(tl.float32)
     else:
-        word = tl.load(numbers.to(tl.pointer_type(tl.uint16)) + index, mask=inside, other=0).to(tl.int32)
+        word = tl.load(numbers.to(tl.pointer_type(tl.uint16)) + index, mask=inside, other=0).to(
+            tl.int32
+        )
         scale = tl.load(scales + (word >> 7))
         offset = -(tl.load(zero_points + (word & 127)) * scale)
     return scale, offset
@@ -79,7 +87,9 @@ def dequantize_out(
     lane = tl.arange(0, lanes)[:, None, None]
     inside = column < width
     numbers = data + code_bytes * width
-    scale, offset = _scale_and_offset(numbers, column, column + width, inside, scales, zero_points, pairs)
+    scale, offset = _scale_and_offset(
+        numbers, column, column + width, inside, scales, zero_points, pairs
+    )
     codes_at = data + lane * width + column
     low, high = _codes(codes_at, codes_at + half * width, (lane < half) & inside, bits)
     row = stripe * group + lane
@@ -113,7 +123,10 @@ def dequantize_in(
     row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None, None]
     per_group: tl.constexpr = lanes // vector
     chunk = (tl.program_id(1) * chunks + tl.arange(0, chunks))[None, :, None]
-    number, lane = chunk // per_group, chunk % per_group * vector + tl.arange(0, vector)[None, None, :]
+    number, lane = (
+        chunk // per_group,
+        chunk % per_group * vector + tl.arange(0, vector)[None, None, :],
+    )
     inside = (row < rows) & (number < groups)
     data = packed + row * stripe_bytes
     numbers, index = data + groups * code_bytes, (1 + pairs) * number
@@ -152,10 +165,14 @@ def _numbers(block: tl.tensor, layout: tl.tensor, index: tl.tensor, given: tl.co
 
 @triton.jit
 def _product(block: tl.tensor, layout: tl.tensor, numbers: tl.constexpr, kind: int) -> Any:
-    """Products of scales (1), offsets (2) or zeros (3) of blocks [blocks, 1], for parts [blocks, parts or 1, 1]."""
+    """Products of scales (1), offsets (2) or zeros (3) of blocks [blocks, 1], for parts [blocks,
+    parts or 1, 1].
+    """
     product = tl.full((1, 1), 1.0, tl.float32)
     for i in tl.static_range(len(numbers[kind])):
-        factor = _numbers(block, layout, tl.arange(0, numbers[kind][i][1])[None, :], numbers[kind][i])
+        factor = _numbers(
+            block, layout, tl.arange(0, numbers[kind][i][1])[None, :], numbers[kind][i]
+        )
         if numbers[4] and kind == 1 and i == 1:
             product = tl.div_rn(factor, product)
         else:
@@ -177,11 +194,15 @@ def dequantize_blocks(
     sign: tl.constexpr,
     factor: tl.constexpr,
 ) -> None:
-    """Stored types: some of all `count` blocks, or the last one again; their `parts` have a scale each."""
+    """Stored types: some of all `count` blocks, or the last one again; their `parts` have a scale
+    each.
+    """
     size: tl.constexpr = numbers[0][0][1]
     chunk: tl.constexpr = _BLOCKS_VALUES // size
     number = tl.minimum(tl.program_id(0) * chunk + tl.arange(0, chunk), count - 1)[:, None]
-    block = packed + (number // row_blocks).to(tl.int64) * row_bytes + number % row_blocks * block_bytes
+    block = (
+        packed + (number // row_blocks).to(tl.int64) * row_bytes + number % row_blocks * block_bytes
+    )
     index = tl.reshape(tl.arange(0, size), (1, parts, size // parts))
     values = _numbers(block[:, :, None], layout, index, numbers[0][0])
     if len(numbers[3]):
@@ -208,14 +229,21 @@ class Launch:
 
     def run(self, *arguments: Any) -> None:
         """Multiply-adds are rounded twice, as plain torch rounds them."""
-        self.kernel[self.grid](*arguments, **self.constants, num_warps=self.num_warps, enable_fp_fusion=False)
+        self.kernel[self.grid](
+            *arguments, **self.constants, num_warps=self.num_warps, enable_fp_fusion=False
+        )
 
 
 @lru_cache(maxsize=1024)
 def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Launch:
     """Plan the launch that dequantizes a matrix [rows, width] into `dtype`."""
     lanes, vector = _power_of_two(fmt.group_size // 2), _VECTOR_BYTES // dtype.itemsize
-    constants = {"group": fmt.group_size, "bits": fmt.bits, "lanes": lanes, "pairs": fmt.scales == "pair"}
+    constants = {
+        "group": fmt.group_size,
+        "bits": fmt.bits,
+        "lanes": lanes,
+        "pairs": fmt.scales == "pair",
+    }
     if fmt.axis == "out":
         chunks = min(128, _power_of_two(triton.cdiv(width, vector)))
         constants |= {"chunks": chunks, "vector": vector}
@@ -232,15 +260,19 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
 
 @lru_cache(maxsize=64)
 def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, Any], Tensor]:
-    """Return constants of the kernel, and its layout in int32: where numbers begin, in bits, and what they can be.
+    """Return constants of the kernel, and its layout in int32: where numbers begin, in bits, and
+    what they can be.
 
-    Numbers are a tuple: where the layout has them, their count, bits of their parts, and where it has their values.
+    Numbers are a tuple: where the layout has them, their count, bits of their parts, and where it
+        has their values.
     """
     layout: list[int] = []
 
     def describe(given: Numbers) -> tuple[Any, ...]:
         first, parts = len(layout), given.parts[::-1]  # the highest bits first
-        layout.extend(8 * byte + shift for part in parts for byte, shift in zip(part.bytes, part.shifts))
+        layout.extend(
+            8 * byte + shift for part in parts for byte, shift in zip(part.bytes, part.shifts)
+        )
         known = first, given.count, tuple(part.width for part in parts)
         if (bits := sum(known[2])) > 8:
             return *known, given.floating
@@ -261,12 +293,19 @@ def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, A
 
 
 def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
-    """Bytes [stripes, stripe_bytes] -> `out` [rows, width], contiguous, of any floating type; returns it."""
+    """Bytes [stripes, stripe_bytes] -> `out` [rows, width], contiguous, of any floating type;
+    returns it.
+    """
     rows, width = out.shape
     with _on_device(packed):
         if isinstance(fmt, BlockFormat):
-            (constants, layout), blocks = describe_blocks(fmt, packed.device), width // fmt.block_values
-            launch = Launch(dequantize_blocks, (triton.cdiv(out.numel(), _BLOCKS_VALUES.value), 1), constants, 4)
+            (constants, layout), blocks = (
+                describe_blocks(fmt, packed.device),
+                width // fmt.block_values,
+            )
+            launch = Launch(
+                dequantize_blocks, (triton.cdiv(out.numel(), _BLOCKS_VALUES.value), 1), constants, 4
+            )
             launch.run(packed, out, layout, rows * blocks, blocks, packed.stride(0))
             return out
         launch = plan_dequantize(fmt, rows, width, out.dtype)

@@ -1,1 +1,3 @@
-"""Reports on finished runs: scores, throughput, precisions compared, and the pages that show them."""
+"""Reports on finished runs: scores, throughput, precisions compared, and the pages that show
+them.
+"""

@@ -23,7 +23,8 @@ class Answer:
     """What a model answered to an instance, in the first trial.
 
     prompt: of the request that gave the answer. references: the right ones.
-    text: generated, or the reference with the highest score. logprob: of the answer's tokens; None if it is not known.
+    text: generated, or the reference with the highest score. logprob: of the answer's tokens; None
+        if it is not known.
     """
 
     prompt: str
@@ -33,17 +34,23 @@ class Answer:
 
 
 def is_choice(settings: Mapping[str, Any]) -> bool:
-    """Whether the answer is the reference that the model finds most probable, with a request for each."""
+    """Whether the answer is the reference that the model finds most probable, with a request for
+    each.
+    """
     return str(settings.get("method", "")).startswith("multiple_choice_separate")
 
 
 def is_answered(settings: Mapping[str, Any]) -> bool:
-    """Whether instances have answers: text that is only scored, such as a page of WikiText, has none."""
+    """Whether instances have answers: text that is only scored, such as a page of WikiText, has
+    none.
+    """
     return settings.get("method") != "language_modeling"
 
 
 def read_texts(run: RunScores) -> dict[str, str]:
-    """Return id -> answer, as text or as the number of the chosen reference; {} if they are not known."""
+    """Return id -> answer, as text or as the number of the chosen reference; {} if they are not
+    known.
+    """
     if run.folder is None or not is_answered(run.settings):
         return {}
     if is_choice(run.settings):
@@ -62,7 +69,9 @@ def read_answers(run: RunScores, wanted: Collection[str]) -> dict[str, Answer]:
     for state in () if run.folder is None else read_states(run.folder, wanted):
         key, is_first = state["instance"]["id"], state.get("train_trial_index", 0) == 0
         is_original = state.get("request_mode", "original") == "original"
-        is_chosen = chosen is None or (is_original and state.get("reference_index") == chosen.get(key, -1))
+        is_chosen = chosen is None or (
+            is_original and state.get("reference_index") == chosen.get(key, -1)
+        )
         if is_first and is_chosen and key not in answers:
             answers[key] = _generated(state) if chosen is None else _chosen(state)
     return answers
@@ -72,7 +81,9 @@ def _generated(state: Mapping[str, Any]) -> Answer:
     text, mapping, right = _text(state), state.get("output_mapping", {}), _right(state)
     logprob = _completion(state).get("logprob")
     if mapping:  # a letter stands for each reference
-        right = [f"{letter}: {reference}" for letter, reference in mapping.items() if reference in right]
+        right = [
+            f"{letter}: {reference}" for letter, reference in mapping.items() if reference in right
+        ]
         text = f"{text}: {mapping[text.strip()]}" if text.strip() in mapping else text
     return Answer(_prompt(state), right, text, None if logprob is None else float(logprob))
 
@@ -114,7 +125,11 @@ def _prompt(state: Mapping[str, Any]) -> str:
 
 def _right(state: Mapping[str, Any]) -> list[str]:
     references = state["instance"].get("references", ())
-    return [reference["output"]["text"] for reference in references if "correct" in reference.get("tags", ())]
+    return [
+        reference["output"]["text"]
+        for reference in references
+        if "correct" in reference.get("tags", ())
+    ]
 
 
 # What a run was asked, from HELM's files in its folder: its instances and its settings.
@@ -125,12 +140,14 @@ _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
 _SIZES = {"lambada": 5153, "wikitext": 62}
 # Entries of an adapter spec that may differ between runs of one comparison.
 _NOT_COMPARED = ("model", "model_deployment", "max_eval_instances")
-# "instance" is the first key of a request state. No JSON string has an unescaped quote, so none contains these.
+# "instance" is the first key of a request state. No JSON string has an unescaped quote, so none
+# contains these.
 _INSTANCE, _REQUEST = b'"instance": {', b'"request": {'
 
 
 def read_instances(folder: Path) -> dict[str, str]:
-    """Return id -> digest of text and references, for each instance of a run without a perturbation.
+    """Return id -> digest of text and references, for each instance of a run without a
+    perturbation.
 
     Empty if HELM's file is missing or damaged. The answers, most of that file, are not parsed.
     """
@@ -138,7 +155,9 @@ def read_instances(folder: Path) -> dict[str, str]:
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         for instance, _ in _requests(folder):
             asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
-            digests[str(instance["id"])] = hashlib.blake2b(asked.encode(), digest_size=16).hexdigest()
+            digests[str(instance["id"])] = hashlib.blake2b(
+                asked.encode(), digest_size=16
+            ).hexdigest()
         return digests
     return {}
 
@@ -157,27 +176,47 @@ def read_states(folder: Path, wanted: Container[str] | None = None) -> Iterator[
 def _requests(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Yield the instance and the JSON text, which is not parsed yet, of each request state."""
     decoder = json.JSONDecoder()
-    with (folder / STATE_FILE).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        (folder / STATE_FILE).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         at = content.find(_INSTANCE)
         while at >= 0:
             start, following = at + len(_INSTANCE) - 1, content.find(_INSTANCE, at + 1)
             end = content.find(_REQUEST, start)
-            instance, _ = decoder.raw_decode(content[start : end if end >= 0 else len(content)].decode())
+            instance, _ = decoder.raw_decode(
+                content[start : end if end >= 0 else len(content)].decode()
+            )
             if "perturbation" not in instance:
-                yield instance, content[content.rfind(b"{", 0, at) : following if following >= 0 else len(content)]
+                yield (
+                    instance,
+                    content[
+                        content.rfind(b"{", 0, at) : following if following >= 0 else len(content)
+                    ],
+                )
             at = following
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the adapter spec and the scenario's arguments of a run; {} if HELM's file is missing or damaged."""
+    """Return the adapter spec and the scenario's arguments of a run; {} if HELM's file is missing
+    or damaged.
+    """
     spec = read_object(folder / SPEC_FILE)
-    adapter = {key: value for key, value in spec.get("adapter_spec", {}).items() if key not in _NOT_COMPARED}
+    adapter = {
+        key: value
+        for key, value in spec.get("adapter_spec", {}).items()
+        if key not in _NOT_COMPARED
+    }
     return {**adapter, **spec.get("scenario_spec", {}).get("args", {})}
 
 
 def data_set_size(folder: Path, scenario: str, num_instances: int) -> int | None:
-    """Return how many instances a run's data set has; None if HELM found as many as it was asked for."""
-    return _SIZES.get(scenario) or (num_instances if 0 < num_instances < asked_instances(folder) else None)
+    """Return how many instances a run's data set has; None if HELM found as many as it was asked
+    for.
+    """
+    return _SIZES.get(scenario) or (
+        num_instances if 0 < num_instances < asked_instances(folder) else None
+    )
 
 
 def asked_instances(folder: Path) -> int:
@@ -187,9 +226,14 @@ def asked_instances(folder: Path) -> int:
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any], joint: str) -> str:
-    """Name the settings that differ, with both values: '-m 4, now 10', where `joint` is ', now '; '' if none does."""
+    """Name the settings that differ, with both values: '-m 4, now 10', where `joint` is ', now ';
+    '' if none does.
+    """
     keys = [key for key in {**new, **old} if old.get(key) != new.get(key)]
-    return "; ".join(f"{_FLAGS.get(key, key)} {_shown(old.get(key))}{joint}{_shown(new.get(key))}" for key in keys)
+    return "; ".join(
+        f"{_FLAGS.get(key, key)} {_shown(old.get(key))}{joint}{_shown(new.get(key))}"
+        for key in keys
+    )
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""What precisions cost, and which is the cheapest that is equivalent to the baseline on every run entry."""
+"""What precisions cost, and which is the cheapest that is equivalent to the baseline on every run
+entry.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ class Cost:
     """The cost of a precision.
 
     seconds_per_token: over its runs; infinite if it is not known.
-    weight_bytes, cache_bytes: of a weight, as it rests, and of an element of the KV cache, with scales. None for
-        weights that rest as published, in types whose sizes records do not say.
+    weight_bytes, cache_bytes: of a weight, as it rests, and of an element of the KV cache, with
+        scales. None for weights that rest as published, in types whose sizes records do not say.
     cheapest: in what no equivalent precision costs less: 'time', 'memory'.
     """
 
@@ -28,12 +30,22 @@ class Cost:
 
 
 def costs(model: ModelComparison) -> dict[str, Cost]:
-    """Return what each precision of a model costs, in the order of `PRECISIONS`; {} where models are compared."""
+    """Return what each precision of a model costs, in the order of `PRECISIONS`; {} where models
+    are compared.
+    """
     if model.kind == "model" or model.baseline not in PRECISIONS:
         return {}
     # A cache that is not quantized has the compute type.
-    plain = 4 if any((run.run.get("hardware") or {}).get("compute_dtype") == "float32" for run in model.runs) else 2
-    published = 2 if model.base.is_full_precision is not False else _published_bytes(model.base.stored)
+    plain = (
+        4
+        if any(
+            (run.run.get("hardware") or {}).get("compute_dtype") == "float32" for run in model.runs
+        )
+        else 2
+    )
+    published = (
+        2 if model.base.is_full_precision is not False else _published_bytes(model.base.stored)
+    )
     found = {}
     for speed in model.speeds:
         name, rate = speed["precision"], speed["tokens_per_s"]
@@ -41,10 +53,14 @@ def costs(model: ModelComparison) -> dict[str, Cost]:
             weights, cache = precision.weights, precision.cache
             found[name] = Cost(
                 1 / rate if rate else math.inf,
-                published if weights is None else (weights.code_bytes + weights.scale_bytes) / weights.group_size,
+                published
+                if weights is None
+                else (weights.code_bytes + weights.scale_bytes) / weights.group_size,
                 plain if cache is None else cache.bytes_per_value(plain),
             )
-    equal = [name for name in found if name == model.baseline or model.is_everywhere(name, "equivalent")]
+    equal = [
+        name for name in found if name == model.baseline or model.is_everywhere(name, "equivalent")
+    ]
     sizes = {name: found[name].weight_bytes for name in equal}
     best = {}
     if None not in sizes.values():

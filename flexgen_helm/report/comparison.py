@@ -97,14 +97,18 @@ class FlipGroup:
 
 @dataclass(frozen=True, eq=False)
 class RunPair:
-    """Two runs of an entry, or two pools of runs: in the baseline, and in another precision or of another model."""
+    """Two runs of an entry, or two pools of runs: in the baseline, and in another precision or of
+    another model.
+    """
 
     base: RunScores
     run: RunScores
 
     @cached_property
     def shared(self) -> pd.Index:
-        """The instances that both runs have, with the same text under the same id as far as texts are known."""
+        """The instances that both runs have, with the same text under the same id as far as texts
+        are known.
+        """
         shared = self.base.instances.index.intersection(self.run.instances.index, sort=False)
         base, run = self.base.digests, self.run.digests
         return shared[[base.get(key) == run.get(key) for key in shared]] if base and run else shared
@@ -121,26 +125,34 @@ class RunPair:
         ]
         if unknown := [side.label for side in (base, run) if not side.digests]:
             notes.append(
-                f"{base.entry} is paired by ids of instances alone: {' and '.join(unknown)} has no texts "
-                "(scenario_state.json) to compare"
+                f"{base.entry} is paired by ids of instances alone: {' and '.join(unknown)} has no "
+                "texts (scenario_state.json) to compare"
             )
         if different := len(with_same_id) - len(self.shared):
             notes.append(
-                f"{different:,} of {len(with_same_id):,} instances of {base.entry} ask something else in "
-                f"{run.label} than in {base.label} under the same id and are left out: the data has changed "
-                "between the runs"
+                f"{different:,} of {len(with_same_id):,} instances of {base.entry} ask something "
+                f"else in {run.label} than in {base.label} under the same id and are left out: the "
+                "data has changed between the runs"
             )
         joint = f" in {base.label} and "
-        if base.settings and run.settings and (differing := differing_settings(base.settings, run.settings, joint)):
-            notes.append(f"{base.entry} has other settings in {run.label}: {differing} in {run.label}")
+        if (
+            base.settings
+            and run.settings
+            and (differing := differing_settings(base.settings, run.settings, joint))
+        ):
+            notes.append(
+                f"{base.entry} has other settings in {run.label}: {differing} in {run.label}"
+            )
         origins = base.run.get("origin"), run.run.get("origin")
         if base.model == run.model and None not in origins and origins[0] != origins[1]:
             notes.append(
-                f"{base.typed_model} means {origins[0]} in {base.label} and {origins[1]} in {run.label}, so "
-                "the difference is not that of the precision alone"
+                f"{base.typed_model} means {origins[0]} in {base.label} and {origins[1]} in "
+                f"{run.label}, so the difference is not that of the precision alone"
             )
         if base.prompts and run.prompts and base.prompts != run.prompts:
-            notes.append(f"Prompts were sent {base.prompts} in {base.label} and {run.prompts} in {run.label}")
+            notes.append(
+                f"Prompts were sent {base.prompts} in {base.label} and {run.prompts} in {run.label}"
+            )
         return notes
 
     @cached_property
@@ -167,13 +179,15 @@ class RunPair:
                 else:
                     notes.append(
                         f"{metric} of {self.base.entry} in {self.run.label} is left out, because "
-                        f"{self.base.label} has other instances and it cannot be computed over the shared ones "
-                        "alone"
+                        f"{self.base.label} has other instances and it cannot be computed over the "
+                        "shared ones alone"
                     )
         return comparisons
 
     def _compare(self, name: str, margin: float) -> Comparison | None:
-        """Compare one metric over the shared instances; None if it cannot be computed over them alone."""
+        """Compare one metric over the shared instances; None if it cannot be computed over them
+        alone.
+        """
         metric, base, run, total = metric_named(name), self.base, self.run, len(self.shared)
         values = base.scores[name], run.scores[name]
         interval = p_value = flips = verdict = None
@@ -186,14 +200,28 @@ class RunPair:
                 p_value = None if p_value is None else min(1.0, p_value / look)
                 verdict = equivalence(paired, margin, base.data_size, look)
                 if paired.are_shares:
-                    changed = None if self.changed is None else int((paired.unchanged & self.changed).sum())
+                    changed = (
+                        None
+                        if self.changed is None
+                        else int((paired.unchanged & self.changed).sum())
+                    )
                     flips = Flips(paired.lost, paired.won, changed)
         elif not total == base.num_scored == run.num_scored:
             return None
         with np.errstate(all="ignore"):
             change = float(metric.change_between(values[1], values[0]))
         return Comparison(
-            base.entry, name, run.label, total, *values, metric.change, change, interval, p_value, flips, verdict
+            base.entry,
+            name,
+            run.label,
+            total,
+            *values,
+            metric.change,
+            change,
+            interval,
+            p_value,
+            flips,
+            verdict,
         )
 
     def flipped(self, metrics: Sequence[str]) -> dict[Direction, dict[str, str]]:
@@ -201,10 +229,16 @@ class RunPair:
         found: dict[Direction, dict[str, str]] = {direction: {} for direction in DIRECTIONS}
         for metric in metrics:
             paired = self.paired(metric)
-            for direction, where in zip(DIRECTIONS, (paired.scores < paired.baseline, paired.scores > paired.baseline)):
-                found[direction] |= {key: metric for key in self.shared[where] if key not in found[direction]}
+            for direction, where in zip(
+                DIRECTIONS, (paired.scores < paired.baseline, paired.scores > paired.baseline)
+            ):
+                found[direction] |= {
+                    key: metric for key in self.shared[where] if key not in found[direction]
+                }
         changed = [] if self.changed is None else self.shared[self.changed]
-        found["changed"] = {key: metrics[0] for key in changed if key not in {**found["lost"], **found["won"]}}
+        found["changed"] = {
+            key: metrics[0] for key in changed if key not in {**found["lost"], **found["won"]}
+        }
         return found
 
     def flips(self, direction: Direction, flipped: Mapping[str, str]) -> list[Flip]:
@@ -213,7 +247,9 @@ class RunPair:
         flips = []
         for key, metric in flipped.items():
             old, new = before.get(key, _NO_ANSWER), after.get(key, _NO_ANSWER)
-            scores = [float(run.terms[metric].loc[key, "numerator"]) for run in (self.base, self.run)]
+            scores = [
+                float(run.terms[metric].loc[key, "numerator"]) for run in (self.base, self.run)
+            ]
             flips.append(
                 Flip(
                     model=self.run.model,
@@ -239,13 +275,16 @@ class RunPair:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """All comparisons of a model, or of all models with one of them: each is then in the place of a precision.
+    """All comparisons of a model, or of all models with one of them: each is then in the place of a
+    precision.
 
-    runs: their finished runs that have scores. pairs: (run entry, precision) -> the runs that are compared.
-    pooled: comparisons over all instances of a scenario's runs, where it has several, such as the subjects of MMLU.
-    speeds: a record per precision with totals of its compared runs: instances, requested tokens, latency_s,
-        num_reused (answers whose seconds were measured by an earlier run), tokens_per_s. Precisions may differ in
-        their instances.
+    runs: their finished runs that have scores. pairs: (run entry, precision) -> the runs that are
+        compared.
+    pooled: comparisons over all instances of a scenario's runs, where it has several, such as the
+        subjects of MMLU.
+    speeds: a record per precision with totals of its compared runs: instances, requested tokens,
+        latency_s, num_reused (answers whose seconds were measured by an earlier run), tokens_per_s.
+        Precisions may differ in their instances.
     notes: sentences, without full stops, about what could not be compared.
     """
 
@@ -283,24 +322,39 @@ class ModelComparison:
         base = self.base
         if not self.inconclusive or base.folder is None:
             return ""
-        suite, original = base.folder.parent.name, original_of(base.model) or original_of(str(base.run.get("origin")))
+        suite, original = (
+            base.folder.parent.name,
+            original_of(base.model) or original_of(str(base.run.get("origin"))),
+        )
         if full := [label for (_, label), pair in self.pairs.items() if pair.run.is_full_precision]:
             best = [*closest(original or base.label, full), *full]
             return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"
         entries = [entry for entry, label in self.pairs if label == self.inconclusive[0]]
         entries = entries if len(entries) < 4 else ["ENTRY"]
-        named = [f"{entry}{',:'[':' not in entry]}model=flexgen/{original or 'ORIGINAL'}" for entry in entries]
-        return f"flexgen-helm run -r {shlex.join(named)} -m {asked_instances(base.folder) or 'N'} --suite {suite}"
+        named = [
+            f"{entry}{',:'[':' not in entry]}model=flexgen/{original or 'ORIGINAL'}"
+            for entry in entries
+        ]
+        return (
+            f"flexgen-helm run -r {shlex.join(named)} -m {asked_instances(base.folder) or 'N'} "
+            f"--suite {suite}"
+        )
 
     @cached_property
     def by_scenario(self) -> list[Comparison]:
         """The comparisons, those of a pool in place of its runs'."""
         pooled = {(one.precision, one.run.partition(" (")[0]) for one in self.pooled}
-        alone = [one for one in self.comparisons if (one.precision, one.run.partition(":")[0]) not in pooled]
+        alone = [
+            one
+            for one in self.comparisons
+            if (one.precision, one.run.partition(":")[0]) not in pooled
+        ]
         return [*self.pooled, *alone]
 
     def judged(self, precision: str) -> list[Comparison]:
-        """Return what a precision is judged by: the first metric of each run entry that has a verdict."""
+        """Return what a precision is judged by: the first metric of each run entry that has a
+        verdict.
+        """
         judged: dict[str, Comparison] = {}
         for one in self.by_scenario:
             if one.precision == precision and one.equivalence is not None:
@@ -310,21 +364,32 @@ class ModelComparison:
     def is_everywhere(self, precision: str, *decisions: Decision) -> bool:
         """Whether a precision has one of the verdicts on every run entry, or pool of them."""
         judged = self.judged(precision)
-        known = {one.run for one in judged if one.equivalence and one.equivalence.decision in decisions}
+        known = {
+            one.run for one in judged if one.equivalence and one.equivalence.decision in decisions
+        }
         return known == {one.run for one in self.by_scenario}
 
     @cached_property
     def verdicts(self) -> dict[str, SuiteEquivalence]:
         """Precision -> verdict over all run entries."""
         judged = {one.precision: self.judged(one.precision) for one in self.comparisons}
-        verdicts = {precision: suite_equivalence(found, self.margin) for precision, found in judged.items() if found}
+        verdicts = {
+            precision: suite_equivalence(found, self.margin)
+            for precision, found in judged.items()
+            if found
+        }
         for model in verdicts.keys() & self.inconclusive:
-            verdicts[model] = replace(verdicts[model], text="inconclusive: no full-precision baseline")
+            verdicts[model] = replace(
+                verdicts[model], text="inconclusive: no full-precision baseline"
+            )
         return verdicts
 
 
-def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN) -> list[ModelComparison]:
-    """Compare every model of the suite in `folder` that has runs in `baseline` and in another precision.
+def compare_suite(
+    folder: Path, baseline: str = "fp16", margin: float = DEFAULT_MARGIN
+) -> list[ModelComparison]:
+    """Compare every model of the suite in `folder` that has runs in `baseline` and in another
+    precision.
 
     baseline: a precision; or a model, with its suffix, with which all others are compared.
     margin: differences within it count as equivalent.
@@ -334,20 +399,28 @@ def compare_suite(folder: Path, baseline: str = "fp16", margin: float = DEFAULT_
     runs = read_finished_runs(folder)
     models = sorted({str(run.run.get("model")) for run in runs})
     precisions = "4bit,fp16" if baseline == "4bit" else f"{baseline},4bit"
-    remedy = f"run the same entries in two precisions, for example with flexgen-helm run --precision {precisions}"
+    remedy = (
+        "run the same entries in two precisions, for example with flexgen-helm run --precision "
+        f"{precisions}"
+    )
     if baseline in models:
         runs = [replace(run, against=baseline) for run in runs]
         remedy = "run the same entries with another model"
     elif baseline not in {*PRECISIONS, *(run.precision for run in runs)}:
         known = ", ".join([*PRECISIONS, *models])
-        raise UsageError(f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}")
+        raise UsageError(
+            f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}"
+        )
     elif len(models) > 1:
         remedy = f"compare models with --baseline {models[0]}, or {remedy}"
     if compared := compare_runs(runs, baseline, margin):
         return compared
-    available = ", ".join(dict.fromkeys(f"{run.model} in {run.precision}" for run in runs if run.num_scored))
+    available = ", ".join(
+        dict.fromkeys(f"{run.model} in {run.precision}" for run in runs if run.num_scored)
+    )
     raise UsageError(
-        f"nothing to compare in {folder}: it has {available or 'no finished runs of flexgen models'}; {remedy}"
+        f"nothing to compare in {folder}: it has "
+        f"{available or 'no finished runs of flexgen models'}; {remedy}"
     )
 
 
@@ -355,19 +428,31 @@ def compare_runs(
     runs: Iterable[RunScores], baseline: str = "fp16", margin: float = DEFAULT_MARGIN
 ) -> list[ModelComparison]:
     """Compare what can be compared of runs that are already read."""
-    by_model = grouped((run for run in runs if run.num_scored), lambda run: run.against or run.model)
+    by_model = grouped(
+        (run for run in runs if run.num_scored), lambda run: run.against or run.model
+    )
     compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
     return _decided([model for model in compared if model.comparisons])
 
 
 def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
-    """Return the models with verdicts, corrected for all comparisons that have one; runs of a pool have none."""
+    """Return the models with verdicts, corrected for all comparisons that have one; runs of a pool
+    have none.
+    """
 
     def key(model: ModelComparison, one: Comparison) -> tuple[Any, ...]:
         """What metrics with equal numbers share: they are one comparison."""
-        return model.model, one.run, one.precision, one.p_value, one.equivalence and one.equivalence.p_value
+        return (
+            model.model,
+            one.run,
+            one.precision,
+            one.p_value,
+            one.equivalence and one.equivalence.p_value,
+        )
 
-    judged = dict.fromkeys(key(model, one) for model in models for one in model.by_scenario if one.equivalence)
+    judged = dict.fromkeys(
+        key(model, one) for model in models for one in model.by_scenario if one.equivalence
+    )
     equal = hochberg([known[-1] for known in judged])
     different = hochberg([1.0 if known[-2] is None else known[-2] for known in judged])
     corrected = dict(zip(judged, zip(equal, different)))
@@ -377,12 +462,18 @@ def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
         return [decide(one, *ps) if ps else replace(one, equivalence=None) for one, ps in found]
 
     return [
-        replace(model, comparisons=decided(model, model.comparisons), pooled=decided(model, model.pooled))
+        replace(
+            model,
+            comparisons=decided(model, model.comparisons),
+            pooled=decided(model, model.pooled),
+        )
         for model in models
     ]
 
 
-def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin: float) -> ModelComparison:
+def _compare_model(
+    model: str, runs: Sequence[RunScores], baseline: str, margin: float
+) -> ModelComparison:
     comparisons: list[Comparison] = []
     notes: list[str] = []
     pairs: dict[tuple[str, str], RunPair] = {}
@@ -405,13 +496,22 @@ def _compare_model(model: str, runs: Sequence[RunScores], baseline: str, margin:
     for precision in dict.fromkeys(run.label for run in compared if run.label != baseline):
         # Over the run entries that both precisions have.
         entries = {run.entry for run in compared if run.label == precision}
-        both = [run for run in compared if run.entry in entries and run.label in (baseline, precision)]
+        both = [
+            run for run in compared if run.entry in entries and run.label in (baseline, precision)
+        ]
         pools = {(run.entry, run.label): run for run in by_scenario(both) if run.num_runs > 1}
-        for entry, _ in [key for key in pools if key[1] == precision and (key[0], baseline) in pools]:
-            pooled += RunPair(pools[entry, baseline], pools[entry, precision]).comparisons(margin, [])
+        for entry, _ in [
+            key for key in pools if key[1] == precision and (key[0], baseline) in pools
+        ]:
+            pooled += RunPair(pools[entry, baseline], pools[entry, precision]).comparisons(
+                margin, []
+            )
     notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
     if all(run.run.get("batch_invariant") for run in compared):
-        notes.append("All runs have --batch-invariant: no answer follows its batch, so the floor of noise is zero")
+        notes.append(
+            "All runs have --batch-invariant: no answer follows its batch, so the floor of noise "
+            "is zero"
+        )
     notes, speeds = list(dict.fromkeys(notes)), total_speeds(compared)
     return ModelComparison(model, baseline, margin, runs, pairs, comparisons, pooled, speeds, notes)
 
@@ -420,7 +520,9 @@ def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
     """Return notes on what keeps the speeds of precisions from being comparable."""
     by_precision = grouped(runs, lambda run: run.label)
     instances = {
-        precision: frozenset((run.entry, instance) for run in group for instance in run.instances.index)
+        precision: frozenset(
+            (run.entry, instance) for run in group for instance in run.instances.index
+        )
         for precision, group in by_precision.items()
     }
     notes = reused_note(runs)
@@ -436,7 +538,8 @@ def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
 def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> Iterator[FlipGroup]:
     """Return the flips of each model, precision and direction, of all metrics.
 
-    An instance is once in a direction, with the first metric that flips it so; it has changed where no metric did.
+    An instance is once in a direction, with the first metric that flips it so; it has changed where
+    no metric did.
 
     most: flips of a group whose answers are read.
     """
@@ -446,7 +549,10 @@ def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> I
             if one.flips is not None:
                 metrics.setdefault(one.precision, {}).setdefault(one.run, []).append(one.metric)
         for precision in sorted(metrics, key=precision_rank):
-            pairs = [(model.pairs[entry, precision], names) for entry, names in metrics[precision].items()]
+            pairs = [
+                (model.pairs[entry, precision], names)
+                for entry, names in metrics[precision].items()
+            ]
             flipped = [pair.flipped(names) for pair, names in pairs]
             for direction in DIRECTIONS:
                 flips: list[Flip] = []

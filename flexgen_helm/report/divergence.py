@@ -1,4 +1,6 @@
-"""What two models that score the same tokens say of one: perplexities, the same top token, and KL divergence."""
+"""What two models that score the same tokens say of one: perplexities, the same top token, and KL
+divergence.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,14 @@ class Spread:
 class Divergence:
     """How far a precision, or another model, is from the baseline on a text.
 
-    baseline_perplexity, perplexity, ratio, interval: ratio = perplexity / baseline_perplexity with its 95 % interval,
-        resampled by document; None for a single document.
+    baseline_perplexity, perplexity, ratio, interval: ratio = perplexity / baseline_perplexity with
+        its 95 % interval, resampled by document; None for a single document.
     same_top: share of the tokens at which both have the same most probable token.
     kl: KL(baseline ‖ precision).
-    logprob: how far the log-probability of the text's token is from the baseline's, whichever is larger.
-    layers: relative error of hidden states after the embedding and each layer; None if it was not measured.
+    logprob: how far the log-probability of the text's token is from the baseline's, whichever is
+        larger.
+    layers: relative error of hidden states after the embedding and each layer; None if it was not
+        measured.
     """
 
     baseline: str
@@ -76,7 +80,11 @@ def divergence_between(
     count, changes = len(scored.documents), scored.baseline - scored.logprobs
     loss = _by_document(changes, scored.documents)
     with np.errstate(over="ignore"):  # infinite where a float cannot hold it
-        interval = None if (ends := _interval(loss)) is None else (float(np.exp(ends[0])), float(np.exp(ends[1])))
+        interval = (
+            None
+            if (ends := _interval(loss)) is None
+            else (float(np.exp(ends[0])), float(np.exp(ends[1])))
+        )
         return Divergence(
             baseline,
             precision,
@@ -97,7 +105,9 @@ def _spread(values: Vector, documents: NDArray[np.int64]) -> Spread:
     """Return the spread of values that are never negative."""
     mean = _by_document(values, documents)
     interval = (max(0.0, ends[0]), ends[1]) if (ends := _interval(mean)) else None
-    return Spread(len(values), mean.value, interval, *np.quantile(values, [0.5, 0.99, 1.0]).tolist())
+    return Spread(
+        len(values), mean.value, interval, *np.quantile(values, [0.5, 0.99, 1.0]).tolist()
+    )
 
 
 def _by_document(values: Vector, documents: NDArray[np.int64]) -> RatioOfSums:

@@ -12,7 +12,14 @@ from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
-from flexgen_helm.report.scores import RunScores, by_scenario, grouped, precision_rank, run_notes, total_speeds
+from flexgen_helm.report.scores import (
+    RunScores,
+    by_scenario,
+    grouped,
+    precision_rank,
+    run_notes,
+    total_speeds,
+)
 from flexgen_helm.report.suite import SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.report.verdicts import advice
@@ -24,14 +31,19 @@ TEXT_WIDTH = 100
 # A longer table is collapsed if the page has a shorter one above it.
 _MAX_ROWS = 30
 
-_SCORES_NOTE = "HELM scores one split of the instances only (test, else valid); ± is one standard error"
-_POOLED_NOTE = "A row such as 'mmlu (57 runs)' is over all instances of these runs, so larger runs count more"
+_SCORES_NOTE = (
+    "HELM scores one split of the instances only (test, else valid); ± is one standard error"
+)
+_POOLED_NOTE = (
+    "A row such as 'mmlu (57 runs)' is over all instances of these runs, so larger runs count more"
+)
 _COMPUTED_NOTE = "Fewer prompt tokens are computed than asked for where prompts share a prefix"
 _USAGE_NOTE = (
-    "The roofline is the time of the same operations at the rate of this machine's fastest matrix product. Times are "
-    "of what this suite computed itself"
+    "The roofline is the time of the same operations at the rate of this machine's fastest matrix "
+    "product. Times are of what this suite computed itself"
 )
-# Flips of a direction that a page shows, and characters of their texts: a thousand must open quickly.
+# Flips of a direction that a page shows, and characters of their texts: a thousand must open
+# quickly.
 _MAX_FLIPS, _MAX_CHARACTERS = 1000, 2000
 _FLIP_TITLES = {
     "lost": "lost: the score fell",
@@ -39,12 +51,13 @@ _FLIP_TITLES = {
     "changed": "with another answer and the same score",
 }
 _COMPARISON_LEGEND = (
-    "Changes are on the same n instances: pp are percentage points, × is a ratio, the others are differences of the "
-    "metric. Flips are instances whose score fell : rose : stayed with another answer. Equivalent: the 90 % interval "
-    "lies within the margin. Worse, better: the 95 % interval does not reach 'no change'. Verdicts and p, which is of "
-    "'no change', are corrected for all that this page compares (Hochberg), so in at most 5 % of such pages one is "
-    "wrong; the intervals shown are of 95 % each. Tokens/s are of whole runs, whatever instances they share, in the "
-    "memory that they had."
+    "Changes are on the same n instances: pp are percentage points, × is a ratio, the others are "
+    "differences of the metric. Flips are instances whose score fell : rose : stayed with another "
+    "answer. Equivalent: the 90 % interval lies within the margin. Worse, better: the 95 % "
+    "interval does not reach 'no change'. Verdicts and p, which is of 'no change', are corrected "
+    "for all that this page compares (Hochberg), so in at most 5 % of such pages one is wrong; the "
+    "intervals shown are of 95 % each. Tokens/s are of whole runs, whatever instances they share, "
+    "in the memory that they had."
 )
 
 
@@ -92,7 +105,9 @@ class Page:
             lines(f"- {note}." for note in self.notes),
         ]
         for section in self.sections:
-            parts.append(f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else "")
+            parts.append(
+                f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else ""
+            )
             for table in section.tables:
                 text = tables.text(table, width)
                 parts.append(f"{table.title}\n{text}" if table.title else text)
@@ -109,28 +124,42 @@ class Page:
         from markupsafe import Markup, escape
 
         def breakable(text: str) -> Markup:
-            """Let names break after a comma, a colon, an underscore or a slash instead of within a word."""
-            return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[,:_/])(?!\d)", text))
+            """Let names break after a comma, a colon, an underscore or a slash instead of within a
+            word.
+            """
+            return Markup("<wbr>").join(
+                escape(part) for part in re.split(r"(?<=[,:_/])(?!\d)", text)
+            )
 
         links = {
             title: file
             for title, file in (self.links or {}).items()
             if file in beside or (folder and (folder / file).exists())
         }
-        environment = Environment(loader=PackageLoader("flexgen_helm.report"), autoescape=True, trim_blocks=True)
+        environment = Environment(
+            loader=PackageLoader("flexgen_helm.report"), autoescape=True, trim_blocks=True
+        )
         environment.filters |= {"breakable": breakable, "shortened": _shortened, "quoted": quote}
         page = replace(self, links=links)
         return environment.get_template("page.html").render(
-            page=page, flip_titles=_FLIP_TITLES, several_models=len({group.model for group in self.flips}) > 1
+            page=page,
+            flip_titles=_FLIP_TITLES,
+            several_models=len({group.model for group in self.flips}) > 1,
         )
 
 
 def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
-    """Build what `run` prints at its end: the scores of `runs`, which are in the suite's `folder`."""
+    """Build what `run` prints at its end: the scores of `runs`, which are in the suite's
+    `folder`.
+    """
     section = _scores_section(runs)
     # The last lines are those that a terminal shows: scenarios come after their runs.
-    section = replace(section, tables=section.tables[::-1], notes=[*section.notes, *run_notes(runs)])
-    return Page(f"{count(len(runs), 'run')} in {folder}: scores{_of_model(runs)}", "", [section], {})
+    section = replace(
+        section, tables=section.tables[::-1], notes=[*section.notes, *run_notes(runs)]
+    )
+    return Page(
+        f"{count(len(runs), 'run')} in {folder}: scores{_of_model(runs)}", "", [section], {}
+    )
 
 
 def suite_page(report: SuiteReport) -> Page:
@@ -176,7 +205,9 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
 
 
 def _next_steps(model: ModelComparison) -> list[str]:
-    """Return what to do with the verdicts: take a precision, ask more questions, or add a baseline."""
+    """Return what to do with the verdicts: take a precision, ask more questions, or add a
+    baseline.
+    """
     if model.remedy:
         return [model.remedy]
     steps = [
@@ -188,7 +219,9 @@ def _next_steps(model: ModelComparison) -> list[str]:
     steps += advice([one for name in open_ones for one in model.judged(name)])
     if not steps and model.verdicts:
         better = [name for name in open_ones if model.is_everywhere(name, "equivalent", "better")]
-        steps = [f"take {better[0]}, which is nowhere worse" if better else f"stay with {model.baseline}"]
+        steps = [
+            f"take {better[0]}, which is nowhere worse" if better else f"stay with {model.baseline}"
+        ]
         steps[0] += ", or take a larger --margin" * (not better and bool(open_ones))
     return steps
 
@@ -202,14 +235,22 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
     levels = _levels(runs, tables.scores_table)
     notes = [_SCORES_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
     speeds = sorted(total_speeds(runs), key=lambda speed: precision_rank(speed["precision"]))
-    rates = [f"{speed['precision']} {tables.tokens_per_s_text(speed)}" for speed in speeds if speed["latency_s"] > 0]
+    rates = [
+        f"{speed['precision']} {tables.tokens_per_s_text(speed)}"
+        for speed in speeds
+        if speed["latency_s"] > 0
+    ]
     if rates:
         notes.append(f"Tokens of prompts and answers per second: {', '.join(rates)}")
     return Section(f"Scores{_of_model(runs)}", levels, notes)
 
 
-def _levels(runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], bool], Table]) -> list[Table]:
-    """Return a table by scenario if a scenario has several runs, and one of all runs, collapsed if it is long."""
+def _levels(
+    runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], bool], Table]
+) -> list[Table]:
+    """Return a table by scenario if a scenario has several runs, and one of all runs, collapsed if
+    it is long.
+    """
     show_model = len({run.model for run in runs}) > 1
     table, pooled = build(runs, show_model), by_scenario(runs)
     if len(pooled) == len(runs):
@@ -225,13 +266,16 @@ def _comparison_section(
     if model.pooled:
         by_scenario = tables.comparison_tables(model, model.by_scenario, scales)
         shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
-            replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS) for table in shown
+            replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS)
+            for table in shown
         ]
     return Section(title, [tables.summary_table(model), *shown], notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
-    return tables.interval_scales([one for model in models for one in (*model.comparisons, *model.pooled)])
+    return tables.interval_scales(
+        [one for model in models for one in (*model.comparisons, *model.pooled)]
+    )
 
 
 def _verdicts(model: ModelComparison) -> list[str]:
@@ -240,27 +284,36 @@ def _verdicts(model: ModelComparison) -> list[str]:
 
 
 def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
-    """Return what was run, on which machine, with which versions, and when, as far as the records say it."""
+    """Return what was run, on which machine, with which versions, and when, as far as the records
+    say it.
+    """
     records = [run.run for run in runs]
     limits: dict[str, list[float]] = {}
     for record in records:
         for tier, limit in (record.get("limit_bytes") or {}).items():
             limits.setdefault(tier, []).append(limit)
-    times = sorted(record["finished_at"][:16].replace("T", " ") for record in records if record.get("finished_at"))
+    times = sorted(
+        record["finished_at"][:16].replace("T", " ")
+        for record in records
+        if record.get("finished_at")
+    )
     machines = [
-        f"{machine['device']}{', ' * ('name' in machine)}{machine.get('name', '')}, {machine['compute_dtype']}, "
-        f"{count(machine['threads'], 'thread')}, {size(machine['memory_bytes'])} of memory"
+        f"{machine['device']}{', ' * ('name' in machine)}{machine.get('name', '')}, "
+        f"{machine['compute_dtype']}, {count(machine['threads'], 'thread')}, "
+        f"{size(machine['memory_bytes'])} of memory"
         for record in records
         if (machine := record.get("hardware"))
     ]
     versions = [", ".join(map(" ".join, record.get("versions", {}).items())) for record in records]
-    # Runs that only score or continue texts have no `prompts`. They are told apart where other runs have.
+    # Runs that only score or continue texts have no `prompts`. They are told apart where other runs
+    # have.
     also_scored = any(run.prompts for run in runs) and any(
         "chat_template" in run.run and not run.prompts for run in runs
     )
     facts = {
         "model": _distinct(run.typed_model for run in runs),
-        "prompts": _distinct(run.prompts for run in runs if run.prompts) + "; scored ones unchanged" * also_scored,
+        "prompts": _distinct(run.prompts for run in runs if run.prompts)
+        + "; scored ones unchanged" * also_scored,
         "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),
@@ -271,10 +324,14 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
 
 
 def _limits_text(limits: Mapping[str, Sequence[float]]) -> str:
-    """Return limits by tier; a range if runs had several, because what is free was not always the same."""
+    """Return limits by tier; a range if runs had several, because what is free was not always the
+    same.
+    """
     texts = []
     for tier, label in tables.TIER_PLACES.items():
-        ends = dict.fromkeys(size(end) for end in (min(limits.get(tier, [0])), max(limits.get(tier, [0]))) if end)
+        ends = dict.fromkeys(
+            size(end) for end in (min(limits.get(tier, [0])), max(limits.get(tier, [0]))) if end
+        )
         if ends:
             texts.append(f"{' to '.join(ends)} {label}")
     return ", ".join(texts)

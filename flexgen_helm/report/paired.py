@@ -1,7 +1,8 @@
-"""Metrics of paired instances: values, errors, and what their change may be in all instances like them.
+"""Metrics of paired instances: values, errors, and what their change may be in all instances like
+them.
 
-A metric of a run is a function of sums over its instances. So the metric of two precisions, and its change between
-them, can be computed again for any sample of the instances.
+A metric of a run is a function of sums over its instances. So the metric of two precisions, and its
+change between them, can be computed again for any sample of the instances.
 """
 
 from __future__ import annotations
@@ -22,29 +23,34 @@ Vector = NDArray[np.float64]
 LEVEL = 0.05
 # A document that was not seen may change by so much: its perplexity by a factor of e.
 _UNSEEN_NATS = 1.0
-# And is so many times as far from the mean as the furthest that was seen: 1.5 times is too little for skewed changes.
+# And is so many times as far from the mean as the furthest that was seen: 1.5 times is too little
+# for skewed changes.
 _REACH = 1.6
-# Of fewer documents a kind that makes up 5 % of them may be missing in more than 5 % of samples: 0.95 ** 59 < 0.05.
+# Of fewer documents a kind that makes up 5 % of them may be missing in more than 5 % of samples:
+# 0.95 ** 59 < 0.05.
 LEAST_DOCUMENTS = 59
 # Metrics in order of precedence; a run shows the first `MAX_SHOWN` that it has.
 MAIN_METRICS = (
-    "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "f1_set_match", "iou_set_match",
-    "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv", "math_equiv_chain_of_thought",
-    "chain_of_thought_correctness", "ifeval_strict_accuracy", "safety_score", "wildbench_score_rescaled",
-    "omni_math_accuracy", "pass", "classification_macro_f1", "target_perplexity", "word_perplexity", "token_perplexity",
+    "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "f1_set_match",
+    "iou_set_match", "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv",
+    "math_equiv_chain_of_thought", "chain_of_thought_correctness", "ifeval_strict_accuracy",
+    "safety_score", "wildbench_score_rescaled", "omni_math_accuracy", "pass",
+    "classification_macro_f1", "target_perplexity", "word_perplexity", "token_perplexity",
     "perplexity", "bits_per_byte", "logprob_per_byte",
 )  # fmt: skip
 MAX_SHOWN = 3
 # Of each instance these are 0 or 1, so the metric is a share of the instances.
 _SHARES = frozenset({
-    "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "final_number_exact_match",
-    "math_equiv", "math_equiv_chain_of_thought", "chain_of_thought_correctness", "pass",
+    "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match",
+    "final_number_exact_match", "math_equiv", "math_equiv_chain_of_thought",
+    "chain_of_thought_correctness", "pass",
 })  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric follows from its instances: scale * sum of numerators / sum of denominators, or exp of that.
+    """How a metric follows from its instances: scale * sum of numerators / sum of denominators, or
+    exp of that.
 
     numerator: statistic of an instance.
     denominator: statistic of an instance; None counts the instances.
@@ -75,7 +81,9 @@ class Metric:
         if len(numerators) < 2:
             return None
         with np.errstate(all="ignore"):
-            slope = self.scale * (self.value(numerators, denominators) if self.is_perplexity else 1.0)
+            slope = self.scale * (
+                self.value(numerators, denominators) if self.is_perplexity else 1.0
+            )
             error = float(abs(slope) * RatioOfSums(numerators, denominators).standard_error)
         return error if math.isfinite(error) else None
 
@@ -101,8 +109,8 @@ class RatioOfSums:
     """sum(changes) / sum(weights) over documents, such as the change of a loss per token.
 
     changes, weights: [documents]; weights are tokens, words, or 1. Two or more documents.
-    unseen: least and largest change per weight that a document may have which was not seen. In between it is `_REACH`
-        times as far from the mean as any that was seen.
+    unseen: least and largest change per weight that a document may have which was not seen. In
+        between it is `_REACH` times as far from the mean as any that was seen.
     """
 
     changes: Vector
@@ -137,10 +145,11 @@ class RatioOfSums:
     def p_value(self, limit: float) -> float:
         """Return the p-value of 'the mean of all documents is at least `limit`', against 'less'.
 
-        The documents have random weights, those of a Bayesian bootstrap, and one more has the furthest change. So no
-        change among n documents does not show that there is none. Of right and wrong answers it is the exact binomial
-        test, and with limit 0 that of McNemar. Gaffke, Math. Methods of Statistics 14 (2005), 451-467; Learned-Miller
-        and Thomas, A New Confidence Interval for the Mean of a Bounded Random Variable (2019).
+        The documents have random weights, those of a Bayesian bootstrap, and one more has the
+        furthest change. So no change among n documents does not show that there is none. Of right
+        and wrong answers it is the exact binomial test, and with limit 0 that of McNemar. Gaffke,
+        Math. Methods of Statistics 14 (2005), 451-467; Learned-Miller and Thomas, A New Confidence
+        Interval for the Mean of a Bounded Random Variable (2019).
         """
         unseen = (self.furthest - limit) * self.weights.mean()
         return _positive_probability(np.append(self.changes - limit * self.weights, unseen))
@@ -154,16 +163,21 @@ class RatioOfSums:
         from scipy.optimize import brentq
 
         step = self.furthest - self.value
-        if step <= 1e-9 * abs(self.value):  # all documents change alike, and none may change otherwise
+        # all documents change alike, and none may change otherwise
+        if step <= 1e-9 * abs(self.value):
             return self.value
         while self.p_value(self.value + step) > LEVEL / 2:
             step *= 2
-        found = brentq(lambda limit: self.p_value(limit) - LEVEL / 2, self.value, self.value + step, rtol=1e-6)
+        found = brentq(
+            lambda limit: self.p_value(limit) - LEVEL / 2, self.value, self.value + step, rtol=1e-6
+        )
         return float(found)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The variance of a change per weight, and the furthest one; half an instance more has changed so far."""
+        """The variance of a change per weight, and the furthest one; half an instance more has
+        changed so far.
+        """
         furthest = max(self.furthest, self.reversed.furthest)
         squares = float(((self.residuals / self.weights.mean()) ** 2).sum())
         return (squares + furthest**2 / 2) / (len(self.changes) + 1), furthest
@@ -172,7 +186,8 @@ class RatioOfSums:
 def _positive_probability(values: Vector) -> float:
     """Return the probability that sum(values * draws) > 0, where draws are exponential.
 
-    By its saddlepoint: Lugannani and Rice, Advances in Applied Probability 12 (1980), 475-490; 0 to 2 % too large.
+    By its saddlepoint: Lugannani and Rice, Advances in Applied Probability 12 (1980), 475-490; 0 to
+        2 % too large.
     """
     from scipy.optimize import brentq
     from scipy.special import ndtr
@@ -188,7 +203,9 @@ def _positive_probability(values: Vector) -> float:
     near = 1 - 1e-12
     at = brentq(slope, near / low, near / high, xtol=1e-300, rtol=1e-14)
     tilted = values / (1 - at * values)
-    root = math.copysign(math.sqrt(max(2 * float((counts * np.log1p(-at * values)).sum()), 0.0)), at)
+    root = math.copysign(
+        math.sqrt(max(2 * float((counts * np.log1p(-at * values)).sum()), 0.0)), at
+    )
     scaled = at * math.sqrt(float((counts * tilted**2).sum()))
     if abs(root) < 1e-4:
         return 0.5
@@ -201,17 +218,21 @@ _QUANTILES = NormalDist().inv_cdf(0.95) + NormalDist().inv_cdf(0.9)
 
 
 def instances_needed(variance: float, margin: float, furthest: float = 1.0) -> int:
-    """Return how many instances show equivalence in at least 80 % of the cases if there is no difference.
+    """Return how many instances show equivalence in at least 80 % of the cases if there is no
+    difference.
 
-    variance: of a change; of right and wrong answers the share that flips. From the quantiles for two one-sided tests
-    at 5 % (Chow, Shao and Wang, Sample Size Calculations, 2008, 4.2). The second term is for the instance that was not
-    seen, and matters if a handful of flips is expected.
+    variance: of a change; of right and wrong answers the share that flips. From the quantiles for
+    two one-sided tests at 5 % (Chow, Shao and Wang, Sample Size Calculations, 2008, 4.2). The
+    second term is for the instance that was not seen, and matters if a handful of flips is
+    expected.
     """
     return math.ceil(variance * (_QUANTILES / margin) ** 2 + 4 * furthest / margin)
 
 
 def margin_shown(instances: float, variance: float, furthest: float = 1.0) -> float:
-    """Return the least margin within which so many instances show equivalence: the inverse of `instances_needed`."""
+    """Return the least margin within which so many instances show equivalence: the inverse of
+    `instances_needed`.
+    """
     most = 2 * furthest + math.sqrt(4 * furthest**2 + instances * variance * _QUANTILES**2)
     return min(1.0, most / instances)
 
@@ -230,8 +251,16 @@ class PairedScores:
 
     @cached_property
     def loss(self) -> RatioOfSums:
-        """What is lost: of log-probabilities the change of the loss, of scores the negative change."""
-        unseen = (_UNSEEN_NATS, math.inf) if self.is_loss else (1.0, 1.0) if self.are_shares else (-math.inf, math.inf)
+        """What is lost: of log-probabilities the change of the loss, of scores the negative
+        change.
+        """
+        unseen = (
+            (_UNSEEN_NATS, math.inf)
+            if self.is_loss
+            else (1.0, 1.0)
+            if self.are_shares
+            else (-math.inf, math.inf)
+        )
         return RatioOfSums(self.baseline - self.scores, self.weights, unseen)
 
     @property
@@ -258,7 +287,9 @@ class PairedScores:
     @property
     def values(self) -> tuple[float, float]:
         """The metric in the baseline and in the other precision."""
-        base, scores = (float(self.metric.value(side, self.weights)) for side in (self.baseline, self.scores))
+        base, scores = (
+            float(self.metric.value(side, self.weights)) for side in (self.baseline, self.scores)
+        )
         return base, scores
 
     def interval(self) -> Interval | None:
@@ -267,18 +298,27 @@ class PairedScores:
             return None
         low, high = sorted(-self.metric.scale * end for end in self.loss.interval())
         with np.errstate(over="ignore"):
-            return (float(np.exp(low)), float(np.exp(high))) if self.metric.is_perplexity else (low, high)
+            return (
+                (float(np.exp(low)), float(np.exp(high)))
+                if self.metric.is_perplexity
+                else (low, high)
+            )
 
     def p_value(self) -> float | None:
-        """Return the p-value of 'no change', two-sided; None for too few instances, or scores on other scales."""
-        if len(self.baseline) < (LEAST_DOCUMENTS if self.is_loss else 2) or not (self.is_loss or self.are_shares):
+        """Return the p-value of 'no change', two-sided; None for too few instances, or scores on
+        other scales.
+        """
+        if len(self.baseline) < (LEAST_DOCUMENTS if self.is_loss else 2) or not (
+            self.is_loss or self.are_shares
+        ):
             return None
         return min(1.0, 2 * min(self.loss.p_value(0.0), self.loss.reversed.p_value(0.0)))
 
     def equivalence_p_value(self, margin: float) -> float:
-        """Return the p-value of 'the change is `margin` or more': the larger one of two one-sided tests.
+        """Return the p-value of 'the change is `margin` or more': the larger one of two one-sided
+        tests.
 
-        Schuirmann, J. Pharmacokinetics and Biopharmaceutics 15 (1987), 657-680. At most 5 %: the 90 % interval is
-        within the margin.
+        Schuirmann, J. Pharmacokinetics and Biopharmaceutics 15 (1987), 657-680. At most 5 %: the 90
+        % interval is within the margin.
         """
         return max(self.loss.p_value(margin), self.loss.reversed.p_value(margin))

@@ -38,7 +38,8 @@ _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 # Runs of one scenario, such as the subjects of MMLU, that are also shown together.
 _MIN_POOLED = 3
-# A few questions occur in two data sets. Of fewer distinct ones a pool's standard error would be 0.5 % too small.
+# A few questions occur in two data sets. Of fewer distinct ones a pool's standard error would be
+# 0.5 % too small.
 _MIN_DISTINCT = 0.995
 # Types of files that are no quantization.
 _FULL = ("F64", "F32", "F16", "BF16")
@@ -82,13 +83,21 @@ class RunScores:
 
     @cached_property
     def digests(self) -> dict[Any, str]:
-        """Return, for the instances of `instances` by their index, digests of what was asked; {} if it is not known."""
+        """Return, for the instances of `instances` by their index, digests of what was asked; {} if
+        it is not known.
+        """
         if self.parts:
             return self._of_parts("digests")
-        return {key: self._all_digests[key] for key in self.instances.index if key in self._all_digests}
+        return {
+            key: self._all_digests[key] for key in self.instances.index if key in self._all_digests
+        }
 
     def _of_parts(self, name: str) -> dict[Any, str]:
-        return {(run.entry, key): value for run in self.parts for key, value in getattr(run, name).items()}
+        return {
+            (run.entry, key): value
+            for run in self.parts
+            for key, value in getattr(run, name).items()
+        }
 
     @cached_property
     def _all_digests(self) -> dict[str, str]:
@@ -97,14 +106,18 @@ class RunScores:
 
     @cached_property
     def answers(self) -> dict[Any, str]:
-        """Return the answers to the instances, by the index of `instances`; {} if they are not known."""
+        """Return the answers to the instances, by the index of `instances`; {} if they are not
+        known.
+        """
         if self.parts:
             return self._of_parts("answers")
         return read_texts(self)
 
     @property
     def num_ties(self) -> int:
-        """Return how many choices are ties of right and wrong ones: HELM's exact match is then a fraction."""
+        """Return how many choices are ties of right and wrong ones: HELM's exact match is then a
+        fraction.
+        """
         if self.parts:
             return sum(run.num_ties for run in self.parts)
         if not is_choice(self.settings) or "exact_match" not in self.instances:
@@ -118,7 +131,9 @@ class RunScores:
             return sum(run.data_size for run in self.parts)
         # Of a sample the folder has a part of what was asked for.
         count = 0 if self.run.get("sample") else len(self._all_digests)
-        return (data_set_size(self.folder, self.scenario, count) if self.folder else None) or math.inf
+        return (
+            data_set_size(self.folder, self.scenario, count) if self.folder else None
+        ) or math.inf
 
     @property
     def look(self) -> float:
@@ -127,7 +142,9 @@ class RunScores:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return what HELM was asked to do with the instances; {} for a pool, or if it is not known."""
+        """Return what HELM was asked to do with the instances; {} for a pool, or if it is not
+        known.
+        """
         return {} if self.folder is None else read_settings(self.folder)
 
     @property
@@ -141,7 +158,9 @@ class RunScores:
 
     @property
     def model(self) -> str:
-        """The model without `flexgen/` and without the suffix of its precision; as the folder says if HELM ran it."""
+        """The model without `flexgen/` and without the suffix of its precision; as the folder says
+        if HELM ran it.
+        """
         match = _MODEL_ARGUMENT.search(self.name)
         name = str(self.run.get("model", match[1] if match else ""))
         base, suffix = split_precision(name)
@@ -168,7 +187,9 @@ class RunScores:
 
     @property
     def is_full_precision(self) -> bool | None:
-        """Whether 99 % of the weights have 16 bits or more at rest, and are computed as they are; None if unknown."""
+        """Whether 99 % of the weights have 16 bits or more at rest, and are computed as they are;
+        None if unknown.
+        """
         if self.precision != "fp16":
             return False
         full = sum(self.stored[name] for name in _FULL)
@@ -177,7 +198,9 @@ class RunScores:
     @property
     def at_rest(self) -> str:
         """Model, precision, and the types of the model's files by bytes, in words."""
-        shares = {name: 100 * size / self.stored.total() for name, size in self.stored.most_common()}
+        shares = {
+            name: 100 * size / self.stored.total() for name, size in self.stored.most_common()
+        }
         types = ", ".join(f"{share:.0f} % {name}" for name, share in shares.items() if share > 0.5)
         return f"{self.typed_model} in {self.precision}; at rest {types or 'of unknown types'}"
 
@@ -221,13 +244,17 @@ class RunScores:
     @property
     def num_answers(self) -> int:
         """Number of distinct requests; identical requests share an answer."""
-        return int(self.workload.get("num_unique", self.workload.get("num_requests", self.num_reused)))
+        return int(
+            self.workload.get("num_unique", self.workload.get("num_requests", self.num_reused))
+        )
 
     @cached_property
     def terms(self) -> dict[str, pd.DataFrame]:
-        """Return, for each score that follows from its instances, their `numerator` and `denominator`.
+        """Return, for each score that follows from its instances, their `numerator` and
+        `denominator`.
 
-        HELM may aggregate a metric in another way, such as F1 over classes: then it is no function of their sums.
+        HELM may aggregate a metric in another way, such as F1 over classes: then it is no function
+        of their sums.
         """
         found = {name: _terms(name, self.instances) for name in self.scores}
         return {
@@ -238,7 +265,9 @@ class RunScores:
 
     @cached_property
     def standard_errors(self) -> dict[str, float]:
-        """Standard errors of the scores that follow from their instances, if there are two or more."""
+        """Standard errors of the scores that follow from their instances, if there are two or
+        more.
+        """
         errors = {
             name: metric_named(name).standard_error(*terms.to_numpy().T)  # its columns
             for name, terms in self.terms.items()
@@ -261,7 +290,9 @@ def describe_run(name: str) -> str:
 
 
 def read_scores(folder: Path) -> RunScores:
-    """Read the run in `folder`; raises `FileNotFoundError` or ValueError if HELM has not finished it."""
+    """Read the run in `folder`; raises `FileNotFoundError` or ValueError if HELM has not finished
+    it.
+    """
     stats = json.loads((folder / "stats.json").read_text(encoding="utf-8"))
     means: dict[str, float] = {}
     for split in ("test", "valid"):
@@ -271,7 +302,9 @@ def read_scores(folder: Path) -> RunScores:
                 means.setdefault(name["name"], float(stat["mean"]))
     if any(name in means for name in _PRECISE_PERPLEXITIES):
         means.pop("perplexity", None)
-    scores = {name: means[name] for name in [name for name in MAIN_METRICS if name in means][:MAX_SHOWN]}
+    scores = {
+        name: means[name] for name in [name for name in MAIN_METRICS if name in means][:MAX_SHOWN]
+    }
     record = folder / "flexgen_run.json"
     run = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     # The last file that HELM writes: without it the others are those of an earlier call.
@@ -282,12 +315,20 @@ def read_scores(folder: Path) -> RunScores:
 def require_suite(suite: Path, remedy: str) -> None:
     """Raise `UsageError` where there is no folder of a suite; remedy: where no name is close."""
     if not suite.is_dir():
-        known = [path.name for path in suite.parent.iterdir() if path.is_dir()] if suite.parent.is_dir() else []
-        raise UsageError(f"there is no suite in {suite}; {question(suite.name, known, remedy).strip()}")
+        known = (
+            [path.name for path in suite.parent.iterdir() if path.is_dir()]
+            if suite.parent.is_dir()
+            else []
+        )
+        raise UsageError(
+            f"there is no suite in {suite}; {question(suite.name, known, remedy).strip()}"
+        )
 
 
 def read_finished_runs(suite: Path) -> list[RunScores]:
-    """Read the finished runs of flexgen models in the folder of a suite; raises `UsageError` if there is no folder."""
+    """Read the finished runs of flexgen models in the folder of a suite; raises `UsageError` if
+    there is no folder.
+    """
     require_suite(suite, "run one first, or name another folder with -o")
     runs = []
     for folder in sorted(suite.iterdir()):
@@ -299,8 +340,8 @@ def read_finished_runs(suite: Path) -> list[RunScores]:
 def pool(runs: Sequence[RunScores]) -> RunScores:
     """Return runs of one scenario, model and precision as one run over all their instances.
 
-    Its scores are those that follow from the instances of every run, so larger runs count more, and its record has
-    the sums of tokens and seconds.
+    Its scores are those that follow from the instances of every run, so larger runs count more, and
+    its record has the sums of tokens and seconds.
     """
     import pandas as pd
 
@@ -317,7 +358,8 @@ def pool(runs: Sequence[RunScores]) -> RunScores:
 
 
 def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:
-    """Replace the runs of a model, precision and scenario by their pool if there are `_MIN_POOLED` or more.
+    """Replace the runs of a model, precision and scenario by their pool if there are `_MIN_POOLED`
+    or more.
 
     Runs that share instances stay: the same instances, run in several ways, are no larger sample.
     """
@@ -332,8 +374,14 @@ def overlap_notes(runs: Iterable[RunScores]) -> list[str]:
     notes = []
     for group in _scenarios(runs):
         if len(group) >= _MIN_POOLED and not _are_disjoint(group):
-            why = "share instances" if all(run.digests for run in group) else "do not say which instances they have"
-            notes.append(f"The {len(group)} runs of {group[0].scenario} {why}, so they have no row together")
+            why = (
+                "share instances"
+                if all(run.digests for run in group)
+                else "do not say which instances they have"
+            )
+            notes.append(
+                f"The {len(group)} runs of {group[0].scenario} {why}, so they have no row together"
+            )
     return list(dict.fromkeys(notes))
 
 
@@ -350,7 +398,9 @@ def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
 
 
 def _are_disjoint(runs: Sequence[RunScores]) -> bool:
-    """Whether an instance occurs in one of the runs only, but for a few; False if that is not known."""
+    """Whether an instance occurs in one of the runs only, but for a few; False if that is not
+    known.
+    """
     digests = [set(run.digests.values()) for run in runs]
     return all(digests) and len(set().union(*digests)) >= _MIN_DISTINCT * sum(map(len, digests))
 
@@ -367,17 +417,21 @@ def run_notes(runs: Sequence[RunScores]) -> list[str]:
 
 
 def reused_note(runs: Sequence[RunScores]) -> list[str]:
-    """Return a note, without its full stop, on throughputs measured by earlier runs; none if there are none."""
+    """Return a note, without its full stop, on throughputs measured by earlier runs; none if there
+    are none.
+    """
     reused, answers = sum(run.num_reused for run in runs), sum(run.num_answers for run in runs)
     note = (
-        f"{reused:,} of {answers:,} answers come from earlier runs; tokens/s marked * were measured then "
-        "(--disable-cache measures again)"
+        f"{reused:,} of {answers:,} answers come from earlier runs; tokens/s marked * were "
+        "measured then (--disable-cache measures again)"
     )
     return [note] if reused else []
 
 
 def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
-    """Add up the runs of each label: instances, requested tokens, latency_s, num_reused and tokens_per_s."""
+    """Add up the runs of each label: instances, requested tokens, latency_s, num_reused and
+    tokens_per_s.
+    """
     totals = []
     for label, group in grouped(runs, lambda run: run.label).items():
         tokens, seconds = sum(run.num_tokens for run in group), sum(run.latency_s for run in group)
@@ -395,48 +449,74 @@ def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
 
 
 def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
-    """Return notes, without full stops, on prompts that differ between models, and on answers without room."""
+    """Return notes, without full stops, on prompts that differ between models, and on answers
+    without room.
+    """
     notes = []
     if len(by_way := grouped((run for run in runs if run.prompts), lambda run: run.prompts)) > 1:
-        models = {way: dict.fromkeys(run.typed_model for run in group) for way, group in by_way.items()}
+        models = {
+            way: dict.fromkeys(run.typed_model for run in group) for way, group in by_way.items()
+        }
         ways = "; ".join(f"{', '.join(names)} {way}" for way, names in models.items())
         notes.append(f"Models differ in how prompts were sent: {ways}")
     for run in by_scenario(runs):
-        of = f"of {run.workload.get('num_requests', run.num_answers):,} answers of {run.entry} of {run.typed_model}"
+        of = (
+            f"of {run.workload.get('num_requests', run.num_answers):,} answers of {run.entry} of "
+            f"{run.typed_model}"
+        )
         if unfinished := run.run.get("unfinished_thinking"):
             notes.append(
-                f"{unfinished:,} {of} ended while still thinking, and count as empty; raise max_tokens (run entries: "
-                "increase_max_tokens=2048) or set a thinking budget (--thinking-budget)"
+                f"{unfinished:,} {of} ended while still thinking, and count as empty; raise "
+                "max_tokens (run entries: increase_max_tokens=2048) or set a thinking budget "
+                "(--thinking-budget)"
             )
         if clipped := run.run.get("num_clipped"):
             notes.append(f"{clipped:,} {of} had less room in the model's window than max_tokens")
         if ties := run.num_ties:
             notes.append(
-                f"{ties:,} of {len(run.instances):,} choices of {run.entry} of {run.typed_model} are ties of a right "
-                "and a wrong one, of which HELM counts a share as right"
+                f"{ties:,} of {len(run.instances):,} choices of {run.entry} of {run.typed_model} "
+                "are ties of a right and a wrong one, of which HELM counts a share as right"
             )
     return notes
 
 
 def trust_notes(runs: Sequence[RunScores]) -> list[str]:
-    """Return notes, without full stops, on samples, on models that are not proved, and on runs of several releases."""
+    """Return notes, without full stops, on samples, on models that are not proved, and on runs of
+    several releases.
+    """
     notes = []
-    sampled = {part.entry: sample for run in runs for part in run.parts or [run] if (sample := part.run.get("sample"))}
+    sampled = {
+        part.entry: sample
+        for run in runs
+        for part in run.parts or [run]
+        if (sample := part.run.get("sample"))
+    }
     if sampled:
-        parts = [f"{sample['instances']:,} of {sample['of']:,} of {entry}" for entry, sample in sampled.items()]
-        notes.append(f"Random samples of the instances: {first_names(parts)}; run without --until scores all")
+        parts = [
+            f"{sample['instances']:,} of {sample['of']:,} of {entry}"
+            for entry, sample in sampled.items()
+        ]
+        notes.append(
+            f"Random samples of the instances: {first_names(parts)}; run without --until scores all"
+        )
     if (look := min((run.look for run in runs), default=1.0)) < 1:
         notes.append(
-            f"Samples grew until pairs were decided: p-values are divided by {look:.3g}, what the last look may spend "
-            "of the level; intervals are not wider for it"
+            f"Samples grew until pairs were decided: p-values are divided by {look:.3g}, what the "
+            "last look may spend of the level; intervals are not wider for it"
         )
-    if unproved := list(dict.fromkeys(run.typed_model for run in runs if run.run.get("proved") is False)):
+    if unproved := list(
+        dict.fromkeys(run.typed_model for run in runs if run.run.get("proved") is False)
+    ):
         notes.append(
-            f"NOT VERIFIED: {', '.join(unproved)} ran with --unverified; nothing says that the scores are those of "
-            "transformers"
+            f"NOT VERIFIED: {', '.join(unproved)} ran with --unverified; nothing says that the "
+            "scores are those of transformers"
         )
     for package in _COMPUTING:
-        found = {str(run.run["versions"][package]) for run in runs if package in run.run.get("versions", {})}
+        found = {
+            str(run.run["versions"][package])
+            for run in runs
+            if package in run.run.get("versions", {})
+        }
         if len(found) > 1:
             notes.append(f"Runs had different releases of {package}: {', '.join(sorted(found))}")
     return notes
@@ -452,13 +532,18 @@ def finite(content: Any) -> Any:
 
 
 def _terms(name: str, instances: pd.DataFrame) -> tuple[pd.DataFrame, float]:
-    """Return numerators and denominators of a metric, and its value; NaN if an instance lacks one, or none counts."""
+    """Return numerators and denominators of a metric, and its value; NaN if an instance lacks one,
+    or none counts.
+    """
     import pandas as pd
 
     metric = metric_named(name)
     columns = {"numerator": metric.numerator, "denominator": metric.denominator}
     terms = pd.DataFrame(
-        {term: 1.0 if column is None else instances.get(column, np.nan) for term, column in columns.items()},
+        {
+            term: 1.0 if column is None else instances.get(column, np.nan)
+            for term, column in columns.items()
+        },
         index=instances.index,
         dtype=np.float64,
     )
@@ -466,8 +551,11 @@ def _terms(name: str, instances: pd.DataFrame) -> tuple[pd.DataFrame, float]:
     return terms, float(metric.value(*terms.to_numpy().T)) if is_known else math.nan
 
 
-def _instances_frame(per_instance: Sequence[Mapping[str, Any]], scores: Iterable[str]) -> pd.DataFrame:
-    """Return a row per instance and a column per statistic that `scores` follow from, averaged over trials.
+def _instances_frame(
+    per_instance: Sequence[Mapping[str, Any]], scores: Iterable[str]
+) -> pd.DataFrame:
+    """Return a row per instance and a column per statistic that `scores` follow from, averaged over
+    trials.
 
     Of the split that HELM scores (test, else valid), without perturbations.
     """
@@ -483,7 +571,9 @@ def _instances_frame(per_instance: Sequence[Mapping[str, Any]], scores: Iterable
         (stat["name"].get("split"), entry["instance_id"], stat["name"]["name"], float(stat["mean"]))
         for entry in per_instance
         for stat in entry["stats"]
-        if stat["name"]["name"] in wanted and "perturbation" not in stat["name"] and stat.get("count")
+        if stat["name"]["name"] in wanted
+        and "perturbation" not in stat["name"]
+        and stat.get("count")
     ]
     stats = pd.DataFrame(rows, columns=["split", "instance", "statistic", "mean"])
     split = "test" if (stats["split"] == "test").any() else "valid"
@@ -492,4 +582,7 @@ def _instances_frame(per_instance: Sequence[Mapping[str, Any]], scores: Iterable
 
 
 def _sums(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {key: sum(record.get(key, 0) for record in records) for key in dict.fromkeys(k for r in records for k in r)}
+    return {
+        key: sum(record.get(key, 0) for record in records)
+        for key in dict.fromkeys(k for r in records for k in r)
+    }

@@ -9,7 +9,13 @@ from typing import Any
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
-from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs, run_notes
+from flexgen_helm.report.scores import (
+    RunScores,
+    describe_run,
+    finite,
+    read_finished_runs,
+    run_notes,
+)
 from flexgen_helm.report.throughput import suite_totals
 from flexgen_helm.report.verdicts import first_names
 
@@ -35,10 +41,14 @@ class SuiteReport:
 
 
 def read_suite(folder: Path) -> SuiteReport:
-    """Read the suite in `folder`; raises `UsageError` if it has no finished run of a flexgen model."""
+    """Read the suite in `folder`; raises `UsageError` if it has no finished run of a flexgen
+    model.
+    """
     runs = read_finished_runs(folder)
     if not runs:
-        raise UsageError(f"{folder} has no finished runs of flexgen models; run the suite to its end first")
+        raise UsageError(
+            f"{folder} has no finished runs of flexgen models; run the suite to its end first"
+        )
     last_call = read_object(folder / SUITE_FILE)
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     notes += run_notes(runs)
@@ -76,10 +86,13 @@ def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> l
     missing = {
         "failed": [name for name in failed if name not in finished],
         "did not finish": [name for name in unfinished if name not in {*finished, *failed}],
-        "failed in the last call, so the scores are older": [name for name in failed if is_older(name)],
+        "failed in the last call, so the scores are older": [
+            name for name in failed if is_older(name)
+        ],
     }
     return [
-        f"{count(len(names), 'run')} {what} ({first_names(list(map(describe_run, names)))}); {_RESUME}"
+        f"{count(len(names), 'run')} {what} ({first_names(list(map(describe_run, names)))}); "
+        f"{_RESUME}"
         for what, names in missing.items()
         if names
     ]

@@ -70,14 +70,20 @@ class Table:
 
     @property
     def right_aligned(self) -> list[bool]:
-        return [column >= self.num_keys and name not in _TEXT_COLUMNS for column, name in enumerate(self.cells)]
+        return [
+            column >= self.num_keys and name not in _TEXT_COLUMNS
+            for column, name in enumerate(self.cells)
+        ]
 
     @property
     def repeats(self) -> list[list[bool]]:
         """Return, for each row, which of its keys it has in common with the row above."""
         rows = self.cells.iloc[:, : self.num_keys].to_numpy().tolist()
         above = [[None] * self.num_keys, *rows]
-        return [[row[: n + 1] == last[: n + 1] for n in range(len(row))] for row, last in zip(rows, above)]
+        return [
+            [row[: n + 1] == last[: n + 1] for n in range(len(row))]
+            for row, last in zip(rows, above)
+        ]
 
 
 # --- Scores ---
@@ -86,16 +92,20 @@ class Table:
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
     found = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
-    # Models and precisions below each other, in the order in which entries and metrics first appear.
+    # Models and precisions below each other, in the order in which entries and metrics first
+    # appear.
     by_row = grouped(found, lambda pair: (pair[0].entry, pair[1]))
     pairs = [pair for row in by_row.values() for pair in row]
     rows = [
         (run.entry, metric, run.typed_model, run.precision,
          _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
-         f"{run.num_scored:,}" if run.num_scored else "", whole_text(run.workload.get("num_requests")))
+         f"{run.num_scored:,}" if run.num_scored else "",
+         whole_text(run.workload.get("num_requests")))
         for run, metric in pairs
     ]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["run entry", "metric", "model", "precision", "score", "scored", "requests"])
+    frame = pd.DataFrame(
+        rows, columns=["run entry", "metric", "model", "precision", "score", "scored", "requests"]
+    )
     if not show_model:
         del frame["model"]
     links = {"precision": [run_link(run) for run, _ in pairs]}
@@ -113,12 +123,17 @@ def _score_and_error(value: float | None, error: float | None) -> str:
 
 
 def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
-    """Return a row of tokens and seconds per run; * marks throughputs that `reused_note` explains."""
+    """Return a row of tokens and seconds per run; * marks throughputs that `reused_note`
+    explains.
+    """
     runs = _by_entry(runs)
     speeds = [total_speeds([run])[0] for run in runs]
     cells = {
         **_run_cells(runs, show_model),
-        **{heading: [whole_text(run.workload.get(key)) for run in runs] for heading, key in _WORKLOAD.items()},
+        **{
+            heading: [whole_text(run.workload.get(key)) for run in runs]
+            for heading, key in _WORKLOAD.items()
+        },
         "time": [seconds_text(run.latency_s) for run in runs],
         "tokens/s": list(map(tokens_per_s_text, speeds)),
     }
@@ -130,19 +145,27 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
 def _by_entry(runs: Sequence[RunScores]) -> list[RunScores]:
     """Put the models and precisions of an entry next to each other."""
     entries = list(dict.fromkeys(run.entry for run in runs))
-    return sorted(runs, key=lambda run: (entries.index(run.entry), run.model, precision_rank(run.precision)))
+    return sorted(
+        runs, key=lambda run: (entries.index(run.entry), run.model, precision_rank(run.precision))
+    )
 
 
 def _run_cells(runs: Sequence[RunScores], show_model: bool) -> dict[str, list[str]]:
     models = {"model": [run.typed_model for run in runs]} if show_model else {}
-    return {"run entry": [run.entry for run in runs], **models, "precision": [run.precision for run in runs]}
+    return {
+        "run entry": [run.entry for run in runs],
+        **models,
+        "precision": [run.precision for run in runs],
+    }
 
 
 # --- Time, copies and memory of models ---
 
 
 def usage_tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
-    """Return a table per model, with a column per precision. models: name with its suffix -> usage record."""
+    """Return a table per model, with a column per precision. models: name with its suffix -> usage
+    record.
+    """
     groups: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, usage in models.items():
         base, suffix = split_precision(name)
@@ -152,8 +175,12 @@ def usage_tables(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Table]:
 
 
 def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Rows without a value in any precision are left out, and limits of tiers that nothing was in."""
-    figures = {precision: _figures(usages[precision]) for precision in sorted(usages, key=precision_rank)}
+    """Rows without a value in any precision are left out, and limits of tiers that nothing was
+    in.
+    """
+    figures = {
+        precision: _figures(usages[precision]) for precision in sorted(usages, key=precision_rank)
+    }
     labels = next(iter(figures.values()))
     known = {label for label in labels if any(column[label] for column in figures.values())}
 
@@ -164,7 +191,9 @@ def _usage_table(usages: Mapping[str, Mapping[str, Any]]) -> Table:
         return size(value) if are_bytes else seconds_text(value)
 
     shown = [label for label in labels if {label, label.replace("limit", "peak")} <= known]
-    cells = {name: [text(label, column[label]) for label in shown] for name, column in figures.items()}
+    cells = {
+        name: [text(label, column[label]) for label in shown] for name, column in figures.items()
+    }
     return Table(pd.DataFrame({"": shown, **cells}))
 
 
@@ -216,7 +245,8 @@ def text(table: Table, width: int) -> str:
 
 def run_link(run: RunScores) -> str:
     """Return the run's folder, seen from that of its suite; '' for a pool."""
-    return f"./{quote(run.name)}/" if run.num_runs == 1 else ""  # without './' a colon would end a scheme
+    # without './' a colon would end a scheme
+    return f"./{quote(run.name)}/" if run.num_runs == 1 else ""
 
 
 def tokens_per_s_text(speed: Mapping[str, Any]) -> str:
@@ -258,7 +288,9 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "pooled": [asdict(one) for one in model.pooled],
                 "speed": model.speeds,
                 "notes": model.notes,
-                "equivalence": {precision: asdict(verdict) for precision, verdict in model.verdicts.items()},
+                "equivalence": {
+                    precision: asdict(verdict) for precision, verdict in model.verdicts.items()
+                },
                 "costs": {precision: asdict(cost) for precision, cost in costs(model).items()},
             }
             for model in models
@@ -279,7 +311,8 @@ def comparison_tables(
     for precision, found in _by_precision(comparisons).items():
         rows = [
             (one.run, metrics, one.equivalence.text if one.equivalence else "",
-             _in_unit(one, one.change) + " pp" * (_unit(one) == "pp") if math.isfinite(one.change) else "",
+             _in_unit(one, one.change) + " pp" * (_unit(one) == "pp")
+             if math.isfinite(one.change) else "",
              _interval(one), _flips(one), _score_text(one.baseline), _score_text(one.value),
              f"{one.instances:,}", _p_value(one))
             for metrics, one in found
@@ -296,7 +329,8 @@ def comparison_tables(
 
 
 def interval_scales(comparisons: Iterable[Comparison]) -> dict[str, float]:
-    """Return the end of the axis that the intervals of each unit share: 1, 2 or 5 times a power of ten.
+    """Return the end of the axis that the intervals of each unit share: 1, 2 or 5 times a power of
+    ten.
 
     A ratio's end is what it is above 1.
     """
@@ -311,11 +345,17 @@ def interval_scales(comparisons: Iterable[Comparison]) -> dict[str, float]:
 
 
 def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str, Comparison]]]:
-    """Return metrics and comparison by precision; metrics of a run entry with equal numbers are one row."""
+    """Return metrics and comparison by precision; metrics of a run entry with equal numbers are one
+    row.
+    """
     found: dict[str, list[tuple[str, Comparison]]] = {}
     for one in sorted(comparisons, key=lambda one: precision_rank(one.precision)):
         rows = found.setdefault(one.precision, [])
-        if rows and replace(rows[-1][1], metric=one.metric) == one and _unit(rows[-1][1]) == _unit(one):
+        if (
+            rows
+            and replace(rows[-1][1], metric=one.metric) == one
+            and _unit(rows[-1][1]) == _unit(one)
+        ):
             rows[-1] = f"{rows[-1][0]}, {one.metric}", one
         else:
             rows.append((one.metric, one))
@@ -336,16 +376,23 @@ def _mark(comparison: Comparison, end: float) -> Mark | None:
 
 
 def summary_table(model: ModelComparison) -> Table:
-    """Return a row per precision, or model, with its verdict over all run entries, what it costs, and its speed."""
+    """Return a row per precision, or model, with its verdict over all run entries, what it costs,
+    and its speed.
+    """
     known = costs(model)
     rows = []
     for speed in model.speeds:
         name = speed["precision"]
-        row = {model.kind: name, "verdict": model.verdicts[name].text if name in model.verdicts else ""}
+        row = {
+            model.kind: name,
+            "verdict": model.verdicts[name].text if name in model.verdicts else "",
+        }
         if cost := known.get(name):
             cheapest = cost.cheapest if name != model.baseline else ()
             row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cheapest)
-            row["bytes per weight"] = "as published" if cost.weight_bytes is None else f"{cost.weight_bytes:.3g}"
+            row["bytes per weight"] = (
+                "as published" if cost.weight_bytes is None else f"{cost.weight_bytes:.3g}"
+            )
         row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
         rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
     return Table(

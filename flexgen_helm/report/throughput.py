@@ -1,4 +1,6 @@
-"""Throughput of a run, as the paper defines them, the versions that it depends on, and sums of runs."""
+"""Throughput of a run, as the paper defines them, the versions that it depends on, and sums of
+runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from flexgen_helm.request import Cost
 
 
 def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
-    """Return the throughput entries of `flexgen_run.json` for requests that took `latency_s` seconds in all.
+    """Return the throughput entries of `flexgen_run.json` for requests that took `latency_s`
+    seconds in all.
 
     padded throughput     = (padded prompt + padded output tokens) / latency
     actual throughput     = (prompt + output tokens) / latency
@@ -26,7 +29,9 @@ def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
     requested = total["prompt_tokens"] + total["output_tokens"]
     padded = total["padded_prompt_tokens"] + total["padded_output_tokens"]
     return {
-        "workload": {key: total[key] for key in ("prompt_tokens", "prompt_tokens_computed", "output_tokens")},
+        "workload": {
+            key: total[key] for key in ("prompt_tokens", "prompt_tokens_computed", "output_tokens")
+        },
         "padded_prompt_tokens": total["padded_prompt_tokens"],
         "padded_output_tokens": total["padded_output_tokens"],
         "latency_s": latency_s,
@@ -35,7 +40,9 @@ def throughput(costs: Iterable[Cost], latency_s: float) -> dict[str, Any]:
         "padded_throughput": _rate(padded, latency_s),
         "actual_throughput": _rate(requested, latency_s),
         "efficiency": requested / padded if padded else 1.0,
-        "generation_throughput": _rate(total["output_tokens"], total["prefill_s"] + total["decode_s"]),
+        "generation_throughput": _rate(
+            total["output_tokens"], total["prefill_s"] + total["decode_s"]
+        ),
         "flops": total["flops"],
     }
 
@@ -58,10 +65,10 @@ def _rate(amount: float, seconds: float) -> float:
 # What an engine says of a block (`Engine.last_run`); null in the record of a run of which nothing
 # was computed here.
 BLOCK_KEYS = (
-    "origin", "checkpoint_bytes", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes", "limit_bytes",
-    "peak_workspace_bytes", "halvings", "preemptions", "predicted_latency_s", "predicted", "roofline_s",
-    "achieved_placement", "hardware", "proved", "batch_invariant", "rounded_weights", "generation_config",
-    "finished_at",
+    "origin", "checkpoint_bytes", "policy", "schedule", "bytes", "time_s", "experts", "peak_bytes",
+    "limit_bytes", "peak_workspace_bytes", "halvings", "preemptions", "predicted_latency_s",
+    "predicted", "roofline_s", "achieved_placement", "hardware", "proved", "batch_invariant",
+    "rounded_weights", "generation_config", "finished_at",
 )  # fmt: skip
 _OF_MODEL = ("precision", "fingerprint", "chat_template", "workers")
 _COUNTS = ("num_requests", "num_unique")
@@ -118,7 +125,8 @@ _PREDICTIONS = ("predicted_latency_s", "predicted")
 
 
 def add_blocks(before: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """Join what an engine said of two blocks: sums and peaks; policy, placement and hardware are the newer block's.
+    """Join what an engine said of two blocks: sums and peaks; policy, placement and hardware are
+    the newer block's.
 
     A prediction is a sum too, and None if one of the blocks has none.
     """

@@ -28,7 +28,8 @@ Decision = Literal["equivalent", "worse", "better", "not decided"]
 class Flips:
     """Instances whose score changed, and those whose answer changed without it.
 
-    lost, won: the score is lower or higher than in the baseline; of right and wrong answers, right to wrong and back.
+    lost, won: the score is lower or higher than in the baseline; of right and wrong answers, right
+        to wrong and back.
     changed: another answer with the same score; None if the answers are not known.
     """
 
@@ -41,7 +42,8 @@ class Flips:
 class Equivalence:
     """Whether a metric is equivalent to that of the baseline.
 
-    margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1 + margin.
+    margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1
+        + margin.
     p_value: of 'the difference is the margin or more'.
     needed: instances that would decide in 80 % of cases if there were no difference.
     available: instances of the data set; infinite if that is not known.
@@ -62,9 +64,11 @@ class Equivalence:
 class Comparison:
     """A metric of a run in one precision, compared with the baseline.
 
-    instances: number of instances that both precisions have; `baseline`, `value` and the rest are over these.
+    instances: number of instances that both precisions have; `baseline`, `value` and the rest are
+        over these.
     change: value - baseline (kind 'difference') or value / baseline (kind 'ratio').
-    interval: 95 % interval of the change; None for one instance or a metric that is not a mean over them.
+    interval: 95 % interval of the change; None for one instance or a metric that is not a mean over
+        them.
     p_value: of 'no change'; None where there is no interval, or too few documents of a loss.
     flips: instances whose score or answer changed; None for perplexities, where all do.
     equivalence: the verdict; None where there is no interval, or no margin for the metric.
@@ -93,7 +97,8 @@ class Comparison:
 class SuiteEquivalence:
     """Whether a precision is equivalent to the baseline everywhere, and where it is worse.
 
-    entries: run entries, or pools of them, that were judged, each by its first metric with a verdict.
+    entries: run entries, or pools of them, that were judged, each by its first metric with a
+        verdict.
     equivalent, worse: those of `entries` that are.
     text: the verdict in words.
     """
@@ -105,7 +110,9 @@ class SuiteEquivalence:
     text: str
 
 
-def equivalence(paired: PairedScores, margin: float, available: float, look: float = 1.0) -> Equivalence | None:
+def equivalence(
+    paired: PairedScores, margin: float, available: float, look: float = 1.0
+) -> Equivalence | None:
     """Return what is known of the equivalence of paired instances, not decided yet.
 
     None for one instance, or for a metric that has no margin.
@@ -124,7 +131,9 @@ def equivalence(paired: PairedScores, margin: float, available: float, look: flo
 
 
 def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comparison:
-    """Return the comparison with its verdict; the p-values are corrected for all that is compared with it."""
+    """Return the comparison with its verdict; the p-values are corrected for all that is compared
+    with it.
+    """
     verdict = comparison.equivalence
     if verdict is None:
         return comparison
@@ -135,7 +144,9 @@ def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comp
         decision = "worse" if comparison.is_worse else "better"
     verdict = replace(verdict, p_value=equivalence_p, decision=decision)
     verdict = replace(verdict, text=_text(comparison, verdict))
-    return replace(comparison, p_value=None if comparison.p_value is None else p_value, equivalence=verdict)
+    return replace(
+        comparison, p_value=None if comparison.p_value is None else p_value, equivalence=verdict
+    )
 
 
 def _text(comparison: Comparison, verdict: Equivalence) -> str:
@@ -147,12 +158,22 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
     count, flips = comparison.instances, comparison.flips
     units = "documents" if flips is None else "questions"
     if verdict.needed <= count:
-        return f"not decided: of all {units} like these {count:,}, the difference may be {within} or more"
-    seen = f"lost {flips.lost:,} and won {flips.won:,}" if flips else f"changed {comparison.change:+.4g}"
+        return (
+            f"not decided: of all {units} like these {count:,}, the difference may be {within} or "
+            "more"
+        )
+    seen = (
+        f"lost {flips.lost:,} and won {flips.won:,}"
+        if flips
+        else f"changed {comparison.change:+.4g}"
+    )
     if comparison.kind == "ratio":
         seen = f"×{comparison.change:.4f}"
     seen += f" {'of' if flips else 'in'} {count:,}"
-    return f"too few {units} to tell: {seen}; about {_rounded_up(verdict.needed):,} can show equivalence"
+    return (
+        f"too few {units} to tell: {seen}; about {_rounded_up(verdict.needed):,} can show "
+        "equivalence"
+    )
 
 
 def advice(judged: Sequence[Comparison]) -> list[str]:
@@ -166,16 +187,22 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
         if verdict.available <= one.instances:
             exhausted[one.run] = max(verdict.shown, exhausted.get(one.run, 0.0))
         else:
-            more[one.run] = max(int(min(_rounded_up(verdict.needed), verdict.available)), more.get(one.run, 0))
+            more[one.run] = max(
+                int(min(_rounded_up(verdict.needed), verdict.available)), more.get(one.run, 0)
+            )
     found = []
     if more:
         asked = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
         found.append(f"run {asked}; stored answers are not computed again")
-    if shown := {run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49}:
+    if shown := {
+        run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49
+    }:
         asked = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
         found.append(f"take {asked}, the least that all of the data can show, or add other data")
     if none := [run for run in exhausted if run not in shown]:
-        found.append(f"add other data to {first_names(none)}: all of it is too little for any --margin")
+        found.append(
+            f"add other data to {first_names(none)}: all of it is too little for any --margin"
+        )
     return found
 
 
@@ -190,7 +217,9 @@ def _rounded_up(number: int) -> int:
 
 
 def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquivalence:
-    """Judge a precision over its run entries; judged: one decided comparison of each entry, of at least one."""
+    """Judge a precision over its run entries; judged: one decided comparison of each entry, of at
+    least one.
+    """
     names: dict[str, list[str]] = {"equivalent": [], "worse": [], "better": [], "not decided": []}
     for one in judged:
         if one.equivalence:
@@ -208,15 +237,19 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
         text = f"too few questions to tell in {len(undecided):,} {of}: {first_names(undecided)}"
         text += f"; equivalent in {len(equal):,}" * bool(equal)
     else:
-        text = f"better in {first_names(names['better'])}" + ", and equivalent elsewhere" * bool(equal)
+        text = f"better in {first_names(names['better'])}" + ", and equivalent elsewhere" * bool(
+            equal
+        )
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
 
 def hochberg(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number: of those at most 5 %, none is of a true hypothesis in 95 % of cases.
+    """Return p-values corrected for their number: of those at most 5 %, none is of a true
+    hypothesis in 95 % of cases.
 
-    Step-up (Hochberg, Biometrika 75 (1988), 800-802), so where all are at most 5 %, none is corrected. It needs tests
-    that are independent, or depend positively, as those of models on the same questions do.
+    Step-up (Hochberg, Biometrika 75 (1988), 800-802), so where all are at most 5 %, none is
+    corrected. It needs tests that are independent, or depend positively, as those of models on the
+    same questions do.
     """
     corrected, least = [1.0] * len(p_values), 1.0
     for rank, index in enumerate(np.argsort(p_values, kind="stable")[::-1], 1):

@@ -1,4 +1,6 @@
-"""Answers that are computed again to check others: how they are compared, what a sample says, and bundles of them."""
+"""Answers that are computed again to check others: how they are compared, what a sample says, and
+bundles of them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Source:
 
 @dataclass
 class ScoreCheck:
-    """What a comparison of scores found: sentences on what differs, and on what could not be compared."""
+    """What a comparison of scores found: sentences on what differs, and on what could not be
+    compared.
+    """
 
     differences: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -55,7 +59,8 @@ class RecordedAnswer(NamedTuple):
     """An answer in a file, of one request or several.
 
     name: no two answers of a file have the same.
-    recorded: what is compared, as values of JSON. has_sums: its numbers are sums of log-probabilities.
+    recorded: what is compared, as values of JSON. has_sums: its numbers are sums of
+        log-probabilities.
     recompute: returns the same as a service answers for a model, which it is given.
     number: among all answers.
     """
@@ -71,7 +76,8 @@ class Recorded(NamedTuple):
     """Answers that some may be drawn from.
 
     path: the file that has them. command: what wrote it. record: what it says of the run.
-    check_scores: compares its scores with those of its answers, for the model as it is here; None without scores.
+    check_scores: compares its scores with those of its answers, for the model as it is here; None
+        without scores.
     """
 
     path: Path
@@ -124,21 +130,31 @@ def draw(
 ) -> tuple[list[Source], list[tuple[int, RecordedAnswer]], int]:
     """Draw answers at random, without replacement; sample: as of `sample_size`.
 
-    Returns the runs; the index of its run with each answer, in order; and of how many answers they were drawn.
-    Raises `FlexgenError` for a file that is damaged, has an answer twice or no record of its run, and `UsageError`
-    where nothing was answered.
+    Returns the runs; the index of its run with each answer, in order; and of how many answers they
+    were drawn.
+    Raises `FlexgenError` for a file that is damaged, has an answer twice or no record of its run,
+    and `UsageError` where nothing was answered.
     """
-    answers = [(index, answer) for index, part in enumerate(recorded) for answer in part.reading(part.read)]
+    answers = [
+        (index, answer) for index, part in enumerate(recorded) for answer in part.reading(part.read)
+    ]
     names = Counter(answer.name for _, answer in answers)
     if twice := [name for name, times in names.items() if times > 1]:
         raise FlexgenError(f"{len(twice):,} answers are there more than once: {short(twice[0])}")
     if not answers:
-        raise UsageError("there is no answer of a flexgen model to check; make the run to its end first")
+        raise UsageError(
+            "there is no answer of a flexgen model to check; make the run to its end first"
+        )
     numbers = drawn_numbers(seed, len(answers), sample_size(sample, len(answers)))
     drawn = [(answers[number][0], answers[number][1]._replace(number=number)) for number in numbers]
     sources = [*map(_source, recorded)]
-    # A run whose answers were all stored says nothing of the machine; its fingerprint is that of a run that does.
-    known = {source.fingerprint: (source.hardware, source.batch_invariant) for source in sources if source.hardware}
+    # A run whose answers were all stored says nothing of the machine; its fingerprint is that of a
+    # run that does.
+    known = {
+        source.fingerprint: (source.hardware, source.batch_invariant)
+        for source in sources
+        if source.hardware
+    }
     for index, source in enumerate(sources):
         if source.hardware is None and source.fingerprint in known:
             hardware, bits = known[source.fingerprint]
@@ -159,15 +175,16 @@ def _source(part: Recorded) -> Source:
         return TypeAdapter(Source).validate_python(known)
     except ValueError:
         raise FlexgenError(
-            f"{part.path} has no record of the model that answered; make it again with flexgen-helm {part.command}, "
-            "which computes only what is not stored"
+            f"{part.path} has no record of the model that answered; make it again with "
+            f"flexgen-helm {part.command}, which computes only what is not stored"
         ) from None
 
 
 def compare(
     recorded: Any, computed: Any, tolerance: float, has_sums: bool = False
 ) -> tuple[list[tuple[str, Any, Any]], float]:
-    """Return what differs of two values of JSON (where it is, and both), and the largest difference of two numbers.
+    """Return what differs of two values of JSON (where it is, and both), and the largest difference
+    of two numbers.
 
     has_sums: differences are parts of the recorded number where that is above 1.
     """
@@ -186,7 +203,9 @@ def compare(
 
 
 def disagreements(name: str, recorded: Any, made: Any, tolerance: float = 0.0) -> list[str]:
-    """Return a sentence on a part in which what is recorded is not what was made again, if there is one."""
+    """Return a sentence on a part in which what is recorded is not what was made again, if there is
+    one.
+    """
     found = compare(recorded, made, tolerance, has_sums=True)[0]
     # Of statistics the mean is the score.
     for where, old, new in sorted(found, key=lambda part: not part[0].endswith(".mean"))[:1]:
@@ -207,7 +226,9 @@ def short(value: object, most: int = 90) -> str:
 
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield where in a value of JSON something is that has no parts, and what; an empty list is such."""
+    """Yield where in a value of JSON something is that has no parts, and what; an empty list is
+    such.
+    """
     if isinstance(value, list | tuple) and value:
         for index, part in enumerate(value):
             yield from leaves(part, f"{where}[{index}]")
@@ -235,7 +256,9 @@ def sample_size(asked: str | None, population: int) -> int:
 
 
 def upper_bound(differing: int, drawn: int, population: int) -> float:
-    """Return the share that differs at most, with 95 % confidence (Clopper-Pearson); exact where all were drawn."""
+    """Return the share that differs at most, with 95 % confidence (Clopper-Pearson); exact where
+    all were drawn.
+    """
     if drawn in (population, differing):
         return differing / drawn
     from scipy.special import betaincinv
@@ -252,18 +275,23 @@ def share_above(share: float) -> str:
 
 
 def packed_bundle(manifest: Manifest, drawn: Sequence[BundledAnswer]) -> bytes:
-    """Return the content of a bundle. Raises `FlexgenError` for one that would be too large to read."""
+    """Return the content of a bundle. Raises `FlexgenError` for one that would be too large to
+    read.
+    """
     import zstandard
 
     lines = (json.dumps(record, default=vars, allow_nan=False) for record in (manifest, *drawn))
     content = "\n".join(lines).encode()
     if len(content) > _LIMIT:
-        raise FlexgenError(f"the bundle would have {size(len(content))}, and may have {size(_LIMIT)} at most")
+        raise FlexgenError(
+            f"the bundle would have {size(len(content))}, and may have {size(_LIMIT)} at most"
+        )
     return zstandard.ZstdCompressor(write_checksum=True).compress(content)
 
 
 def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
-    """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what `packed_bundle` does not make.
+    """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what
+    `packed_bundle` does not make.
 
     Nothing is written to the disk, and no more is decompressed than a bundle may have.
     """
@@ -291,12 +319,20 @@ def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
                 raise ValueError(f"{answer.name[:60]!r} contradicts itself or the first line")
         if not manifest.suite.isprintable():
             raise ValueError(f"no suite is named {short(manifest.suite)}")
-        if [answer.number for answer in drawn] != drawn_numbers(manifest.seed, manifest.population, len(drawn)):
+        if [answer.number for answer in drawn] != drawn_numbers(
+            manifest.seed, manifest.population, len(drawn)
+        ):
             raise ValueError(
-                f"its {len(drawn):,} answers are not those that seed {manifest.seed} draws of {manifest.population:,}"
+                f"its {len(drawn):,} answers are not those that seed {manifest.seed} draws of "
+                f"{manifest.population:,}"
             )
         return manifest, drawn
     except (ValueError, RequestError, zstandard.ZstdError) as error:
-        hint = "; answers of flexgen-helm batch need --requests, and of lm-eval the file is results_….json"
+        hint = (
+            "; answers of flexgen-helm batch need --requests, and of lm-eval the file is "
+            "results_….json"
+        )
         hint = "" if packed.startswith(zstandard.FRAME_HEADER) else hint
-        raise FlexgenError(f"{path} is no bundle as verify writes it: {one_line(error)}{hint}") from None
+        raise FlexgenError(
+            f"{path} is no bundle as verify writes it: {one_line(error)}{hint}"
+        ) from None

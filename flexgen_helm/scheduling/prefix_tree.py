@@ -1,15 +1,16 @@
 """Which beginnings of prompts are computed once for several of them. No torch.
 
-All prompts of a run form a tree of token prefixes. Where prompts part, the tokens since they last did become a
-shared prefix if that saves more than it costs: every batch with users of a prefix attends to one segment more, and
-each of their tokens merges one partial result more.
+All prompts of a run form a tree of token prefixes. Where prompts part, the tokens since they last
+did become a shared prefix if that saves more than it costs: every batch with users of a prefix
+attends to one segment more, and each of their tokens merges one partial result more.
 
     a b c d e f           prefix [a b c] with the users [d e f], [d g] and [x y]
     a b c d g             [d] would save one token of two users: not worth a segment
     a b c x y
 
-A prefix ends before the last token of every user, so that each has a token of its own to compute. Where prompts are
-scored it ends one token earlier: what its last token predicts is then the same for all users.
+A prefix ends before the last token of every user, so that each has a token of its own to compute.
+Where prompts are scored it ends one token earlier: what its last token predicts is then the same
+for all users.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class PrefixCostModel:
     def costs(self, end: int, users: Sequence[Prompt]) -> float:
         """Return the cost of a prefix up to `end`; prompts and every step count as a batch each."""
         behind = sum(len(user.tokens) - end + user.steps for user in users)
-        return self.overhead * (1 + max(user.steps for user in users)) + self.token_overhead * behind
+        return (
+            self.overhead * (1 + max(user.steps for user in users)) + self.token_overhead * behind
+        )
 
 
 def plan_prefixes(
@@ -105,10 +108,15 @@ def plan_prefixes(
             continue
         parent = path[-1][0] if path else None
         users = order[first : last + 1]
-        end = min(depth, len(prompts[users[0]].tokens) - 1)  # of sorted prompts the first may be the whole prefix
+        # of sorted prompts the first may be the whole prefix
+        end = min(depth, len(prompts[users[0]].tokens) - 1)
         if any(prompts[index].scored for index in users):
             end = min(end, depth - 1)
-        prefix = PrefixNode(end // cost.group_tokens * cost.group_tokens, parent, [numbers[index] for index in users])
+        prefix = PrefixNode(
+            end // cost.group_tokens * cost.group_tokens,
+            parent,
+            [numbers[index] for index in users],
+        )
         sharing = [prompts[index] for index in users]
         if prefix.end <= prefix.start or prefix.saved < cost.costs(prefix.end, sharing):
             continue
@@ -124,13 +132,20 @@ def plan_prefixes(
 
 
 def _fits(prefix: PrefixNode, users: Sequence[Prompt], depth: int, cost: PrefixCostModel) -> bool:
-    """Return whether the path down to a prefix fits, and no user that fits alone is kept out by its overhead."""
+    """Return whether the path down to a prefix fits, and no user that fits alone is kept out by its
+    overhead.
+    """
     overhead = depth * cost.slot_overhead
     if prefix.end + overhead > cost.room:
         return False
     step = 1 + cost.step_overhead
-    alone = (len(user.tokens) + user.steps * step + cost.slot_overhead for user in users if user.steps)
-    return not overhead or max((need for need in alone if need <= cost.room), default=0) + overhead <= cost.room
+    alone = (
+        len(user.tokens) + user.steps * step + cost.slot_overhead for user in users if user.steps
+    )
+    return (
+        not overhead
+        or max((need for need in alone if need <= cost.room), default=0) + overhead <= cost.room
+    )
 
 
 def prefixes_of(members: Sequence[PrefixNode | int]) -> Iterator[PrefixNode]:
@@ -142,7 +157,9 @@ def prefixes_of(members: Sequence[PrefixNode | int]) -> Iterator[PrefixNode]:
 
 
 def dissolve(
-    members: Sequence[PrefixNode | int], dissolved: Collection[PrefixNode], parent: PrefixNode | None = None
+    members: Sequence[PrefixNode | int],
+    dissolved: Collection[PrefixNode],
+    parent: PrefixNode | None = None,
 ) -> list[PrefixNode | int]:
     """Return the forest without some prefixes: what was below them is below their parents."""
     forest: list[PrefixNode | int] = []
@@ -158,7 +175,9 @@ def dissolve(
 
 
 def _branchings(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """Return the maximal runs (first, last, depth) of sorted prompts that share `depth` tokens; outer ones first."""
+    """Return the maximal runs (first, last, depth) of sorted prompts that share `depth` tokens;
+    outer ones first.
+    """
     runs: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # depth, first
     for end in range(1, len(prompts) + 1):
@@ -185,7 +204,9 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _sort(members: list[PrefixNode | int], prompts: Mapping[int, Prompt]) -> None:
-    """Sort by length, longest first: neighbours share cache blocks, and what does not fit shows early."""
+    """Sort by length, longest first: neighbours share cache blocks, and what does not fit shows
+    early.
+    """
     longest: dict[PrefixNode | int, tuple[int, int]] = {}
     for member in members:
         if isinstance(member, PrefixNode):
@@ -195,21 +216,24 @@ def _sort(members: list[PrefixNode | int], prompts: Mapping[int, Prompt]) -> Non
     members.sort(key=lambda member: longest[member], reverse=True)
 
 
-# What it costs to share a beginning of prompts: one segment more, for a batch and for each of its tokens.
+# What it costs to share a beginning of prompts: one segment more, for a batch and for each of its
+# tokens.
 
 # Seconds that a batch takes in one layer for one more segment of keys: a few small operations.
 _SEGMENT_S = 1e-4
-# Operations that a token takes for one more segment, for each element of its queries: passes over queries and merged
-# outputs, in operations of products that take as long (7 % of computing the token for SmolLM2-135M on two cores, 1 %
-# for 7B).
+# Operations that a token takes for one more segment, for each element of its queries: passes over
+# queries and merged outputs, in operations of products that take as long (7 % of computing the
+# token for SmolLM2-135M on two cores, 1 % for 7B).
 _SEGMENT_FLOPS = 900.0
-# Rates that the two are weighed with. Not measured: what is shared, and with it the last bits of a result, must not
-# change between two processes.
+# Rates that the two are weighed with. Not measured: what is shared, and with it the last bits of a
+# result, must not change between two processes.
 _TYPICAL_FLOPS = {"cpu": 2e11, "cuda": 1e14}
 
 
 def prefix_cost(config: ModelConfig, device: str) -> PrefixCostModel:
-    """Return what sharing a prefix costs in tokens, over all layers; room is left open. device: its type in torch."""
+    """Return what sharing a prefix costs in tokens, over all layers; room is left open. device: its
+    type in torch.
+    """
     flops_per_layer = config.linear_flops_per_token / config.num_layers
     return PrefixCostModel(
         UNLIMITED,

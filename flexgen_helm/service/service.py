@@ -1,14 +1,17 @@
 """The engine behind every client of this process: one queue, one thread, one model in memory.
 
-A harness may ask from many threads, one request per thread, as HELM does. The service forms blocks of their requests:
+A harness may ask from many threads, one request per thread, as HELM does. The service forms blocks
+of their requests:
 
     preload(model)             load the model while the harness still makes prompts
-    submit(model, requests)    queue all requests of a run (or of a suite), to be computed as one block
-    respond(model, request)    what a client calls: wait for one result, submitted before or not
+    submit(model, requests)    queue all requests of a run (or of a suite), to be computed as one
+    block respond(model, request)    what a client calls: wait for one result, submitted before or
+    not
 
-Requests that were not submitted are gathered until none arrives for `IDLE_FLUSH_S`. Equal requests are computed once.
-Results are stored in the response cache as they finish, and drawn tokens until then, so an interrupted run repeats
-only the last few.
+Requests that were not submitted are gathered until none arrives for `IDLE_FLUSH_S`. Equal requests
+are computed once.
+Results are stored in the response cache as they finish, and drawn tokens until then, so an
+interrupted run repeats only the last few.
 """
 
 from __future__ import annotations
@@ -42,14 +45,16 @@ if TYPE_CHECKING:
 IDLE_FLUSH_S = 0.05
 MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
-SHUTDOWN_S = 6.0  # how long `close` waits for the engine to stop and the response cache to be written
+# how long `close` waits for the engine to stop and the response cache to be written
+SHUTDOWN_S = 6.0
 
 
 @dataclass(frozen=True)
 class KeyedRequest:
     """A request for the service; a harness may derive its own record from it.
 
-    key: equal for requests whose results must be equal, whatever run, file or process they come from: `request_key`.
+    key: equal for requests whose results must be equal, whatever run, file or process they come
+        from: `request_key`.
     """
 
     request: GenerationRequest
@@ -65,7 +70,12 @@ def request_key(r: GenerationRequest, chat: str | None = None) -> str:
     fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
     fields += [] if chat is None else [chat]
     # Keys of 0.1.0 know token ids only, and stay what they were.
-    newer = [r.prompt, r.messages and [*map(dict, r.messages)], r.ignore_eos, r.thinking if chat is None else None]
+    newer = [
+        r.prompt,
+        r.messages and [*map(dict, r.messages)],
+        r.ignore_eos,
+        r.thinking if chat is None else None,
+    ]
     fields += [newer] if newer != [None, None, False, None] else []
     fields += ["echo_greedy"] if r.echo_greedy else []
     fields += ["top_logprobs", r.top_logprobs] if r.top_logprobs else []
@@ -82,7 +92,9 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Response:
-    """result: also of a request that failed alone (`result.error`). is_cached: it was not computed now."""
+    """result: also of a request that failed alone (`result.error`). is_cached: it was not computed
+    now.
+    """
 
     result: GenerationResult
     is_cached: bool
@@ -93,7 +105,8 @@ class LoadedModel:
     """What the service knows of a model since it was loaded.
 
     fingerprint: of the engine; known before it is loaded, if all answers are stored.
-    loaded_at: by `time.monotonic()`. last_run: `Engine.last_run` of the newest block, empty before the first.
+    loaded_at: by `time.monotonic()`. last_run: `Engine.last_run` of the newest block, empty before
+        the first.
     """
 
     fingerprint: str
@@ -129,14 +142,20 @@ class SubmittedBlock:
     """Requests submitted together. Keeps their results until it is closed. A context manager."""
 
     def __init__(
-        self, service: Service, model: ModelArguments, requests: Sequence[KeyedRequest], jobs: list[Job]
+        self,
+        service: Service,
+        model: ModelArguments,
+        requests: Sequence[KeyedRequest],
+        jobs: list[Job],
     ) -> None:
         self.model = model
-        self.keys = [request.key for request in requests]  # in the order submitted, repeated where they are equal
+        # in the order submitted, repeated where they are equal
+        self.keys = [request.key for request in requests]
         self._service, self._jobs = service, jobs
 
     def wait(self, until: float = math.inf) -> bool:
-        """Wait until every request has a result or an error, or until a time (`time.time()`); return whether they have.
+        """Wait until every request has a result or an error, or until a time (`time.time()`);
+        return whether they have.
 
         Raises `Interrupted`.
         """
@@ -163,7 +182,9 @@ class SubmittedBlock:
         return {job.request.key: job.future.result() for job in done}
 
     def error(self) -> BaseException | None:
-        """Return what kept the block from being computed; the error of a single request is in its result."""
+        """Return what kept the block from being computed; the error of a single request is in its
+        result.
+        """
         errors = (job.future.exception() for job in self._jobs if job.future.done())
         return next((error for error in errors if error is not None), None)
 
@@ -188,7 +209,8 @@ class Service:
         self._changed = threading.Condition()
         self._jobs: dict[tuple[ModelArguments, str, bool], Job] = {}
         self._queue: list[Job] = []
-        self._flush_at = self._flush_at_latest = 0.0  # when the queue becomes a block, by `time.monotonic()`
+        # when the queue becomes a block, by `time.monotonic()`
+        self._flush_at = self._flush_at_latest = 0.0
         self._worker: threading.Thread | None = None
         self._interrupted = threading.Event()
         self._is_closing, self._close_by = False, 0.0
@@ -200,7 +222,8 @@ class Service:
     # What harnesses call
 
     def preload(self, model: ModelArguments, use_cache: bool = True) -> None:
-        """Load `model` in the background unless another one is loaded. Errors are raised to those who need it.
+        """Load `model` in the background unless another one is loaded. Errors are raised to those
+        who need it.
 
         use_cache: do not load it if it has answered before: perhaps all answers are stored.
         """
@@ -210,7 +233,8 @@ class Service:
         with suppress(Exception):
             if use_cache and self._answered_fingerprint(model) is not None:
                 return
-            self._loader.import_modules(model)  # in the harness's thread, which imports while the worker loads
+            # in the harness's thread, which imports while the worker loads
+            self._loader.import_modules(model)
         with self._changed:
             self._to_preload = model, use_cache
             self._wake_worker()
@@ -233,12 +257,18 @@ class Service:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Start no block meanwhile: blocks of one model that are submitted inside are computed as one."""
+        """Start no block meanwhile: blocks of one model that are submitted inside are computed as
+        one.
+        """
         with self._changed:
             yield
 
-    def respond(self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True) -> Response:
-        """Wait for one response. Raises `Interrupted`, or whatever kept its block from being computed."""
+    def respond(
+        self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True
+    ) -> Response:
+        """Wait for one response. Raises `Interrupted`, or whatever kept its block from being
+        computed.
+        """
         jobs = self._enqueue(model, [request], use_cache, is_block=False)
         try:
             self._wait(jobs[0])
@@ -251,9 +281,13 @@ class Service:
             if time.time() >= until:
                 return False
             if self._interrupted.is_set():
-                raise Interrupted("interrupted; finished results are stored, the same command continues")
+                raise Interrupted(
+                    "interrupted; finished results are stored, the same command continues"
+                )
             if self._worker is not None and not self._worker.is_alive():
-                raise RuntimeError("the engine's thread has ended, perhaps for want of memory; start again")
+                raise RuntimeError(
+                    "the engine's thread has ended, perhaps for want of memory; start again"
+                )
             wait([job.future], timeout=WAIT_SLICE_S)
         return True
 
@@ -262,14 +296,17 @@ class Service:
         self._interrupted.set()
 
     def resume(self) -> None:
-        """Serve again after `interrupt`, unless closed: in a notebook an interruption does not end the process."""
+        """Serve again after `interrupt`, unless closed: in a notebook an interruption does not end
+        the process.
+        """
         if not self._is_closing:
             self._interrupted.clear()
 
     def loaded(self, model: ModelArguments) -> LoadedModel | None:
         """Return what is known of `model`, None before it was loaded.
 
-        The last result of a block is handed out after `last_run` is set, so whoever has all results finds it here.
+        The last result of a block is handed out after `last_run` is set, so whoever has all results
+        finds it here.
         """
         return self._loaded.get(model.engine_key)
 
@@ -289,7 +326,9 @@ class Service:
         }
 
     def loading_s(self, model: ModelArguments, since: float) -> float:
-        """Return the seconds from `since` (`time.monotonic()`) until the model was loaded, 0 if it was before."""
+        """Return the seconds from `since` (`time.monotonic()`) until the model was loaded, 0 if it
+        was before.
+        """
         loaded = self.loaded(model)
         return max(0.0, loaded.loaded_at - since) if loaded else 0.0
 
@@ -306,7 +345,8 @@ class Service:
             self._changed.notify_all()
             worker = self._worker
         if worker is not None:
-            # Not `join` alone: a signal in the middle of it has Python take the thread for ended (bpo-45274).
+            # Not `join` alone: a signal in the middle of it has Python take the thread for ended
+            # (bpo-45274).
             has_ended = self._ended.wait(max(0.0, self._close_by - time.monotonic()))
             if has_ended:
                 worker.join(1.0)  # what it still frees must not meet the end of the interpreter
@@ -317,7 +357,11 @@ class Service:
     # The queue
 
     def _enqueue(
-        self, model: ModelArguments, requests: Sequence[KeyedRequest], use_cache: bool, is_block: bool
+        self,
+        model: ModelArguments,
+        requests: Sequence[KeyedRequest],
+        use_cache: bool,
+        is_block: bool,
     ) -> list[Job]:
         """Return one job per distinct request, each with one user more."""
         jobs: dict[str, Job] = {}
@@ -327,7 +371,8 @@ class Service:
                     continue
                 new = Job(model, request, use_cache)
                 job = self._jobs.get(new.identity, new)
-                if is_block and job.has_failed:  # a new block tries again; who asks for a part of this one does not
+                # a new block tries again; who asks for a part of this one does not
+                if is_block and job.has_failed:
                     job = new
                 jobs[request.key] = self._jobs[new.identity] = job
                 job.num_users += 1
@@ -336,7 +381,8 @@ class Service:
                     if not self._queue:
                         self._flush_at_latest = now + MAX_GATHERING_S
                     if is_block:
-                        self._flush_at_latest = now  # what was submitted together needs no gathering
+                        # what was submitted together needs no gathering
+                        self._flush_at_latest = now
                     self._flush_at = min(now + IDLE_FLUSH_S, self._flush_at_latest)
                     self._queue.append(job)
             self._wake_worker()
@@ -363,9 +409,11 @@ class Service:
             del self._jobs[job.identity]
 
     def _next_work(self) -> tuple[ModelArguments, bool, list[Job]] | None:
-        """Wait for jobs of one model (of the loaded one first), or for a model to preload; None when closing.
+        """Wait for jobs of one model (of the loaded one first), or for a model to preload; None
+        when closing.
 
-        Returns the model, whether it may use the response cache, and its jobs; none of a model to preload.
+        Returns the model, whether it may use the response cache, and its jobs; none of a model to
+        preload.
         """
         with self._changed:
             while not self._is_closing:
@@ -398,7 +446,8 @@ class Service:
         while (work := self._next_work()) is not None:
             try:
                 self._serve(*work)
-            except BaseException as error:  # the waiting threads must get it, and this thread must live on
+            # the waiting threads must get it, and this thread must live on
+            except BaseException as error:
                 self._fail(work[2], error)
         try:
             self._evict()
@@ -422,12 +471,16 @@ class Service:
                 self._compute(engine, remaining, writer)
 
     def _answered_fingerprint(self, model: ModelArguments) -> str | None:
-        """Return the fingerprint of a model that is not loaded and has answers in the response cache; else None."""
+        """Return the fingerprint of a model that is not loaded and has answers in the response
+        cache; else None.
+        """
         if self._engine is not None and self._engine[0] == model.engine_key:
             return None
         with stopped_by(self._interrupted.is_set):
             fingerprint = self._loader.fingerprint(model)
-        is_answered = fingerprint is not None and response_cache_path(state_dir(), fingerprint).is_file()
+        is_answered = (
+            fingerprint is not None and response_cache_path(state_dir(), fingerprint).is_file()
+        )
         return fingerprint if is_answered else None
 
     def _recall(self, block: list[Job], fingerprint: str) -> None:
@@ -435,9 +488,12 @@ class Service:
         model = block[0].model
         if (known := self.loaded(model)) is None or known.fingerprint != fingerprint:
             self._loaded[model.engine_key] = LoadedModel(fingerprint, time.monotonic())
-        with closing(ResponseWriter(response_cache_path(state_dir(), fingerprint), model.name)) as writer:
+        with closing(
+            ResponseWriter(response_cache_path(state_dir(), fingerprint), model.name)
+        ) as writer:
             self._complete_stored(block, writer)
-        report(ProgressPhase("load", done=1, total=1))  # what this thread has opened, it needs no longer
+        # what this thread has opened, it needs no longer
+        report(ProgressPhase("load", done=1, total=1))
 
     def _complete_stored(self, block: list[Job], writer: ResponseWriter) -> None:
         waiting = [job for job in block if job.use_cache and not job.future.done()]
@@ -462,7 +518,9 @@ class Service:
                 last.append((job, Response(result, is_cached=False)))
 
         def should_stop() -> bool:
-            return self._interrupted.is_set() or not any(job.num_users for job in list(pending.values()) or jobs)
+            return self._interrupted.is_set() or not any(
+                job.num_users for job in list(pending.values()) or jobs
+            )
 
         def on_drawn(index: int, *drawn: Any) -> None:
             if (job := pending.get(index)) is not None and job.use_cache:
@@ -480,7 +538,9 @@ class Service:
                 else job.request.request
                 for job in jobs
             ]
-            results = engine.run(requests, on_result=on_result, should_stop=should_stop, on_drawn=on_drawn)
+            results = engine.run(
+                requests, on_result=on_result, should_stop=should_stop, on_drawn=on_drawn
+            )
             for index, result in enumerate(results):
                 on_result(index, result)
             key = jobs[0].model.engine_key
@@ -515,7 +575,8 @@ class Service:
     def _fail(self, block: list[Job], error: BaseException) -> None:
         """Raise `error` to all who wait for a job of `block`.
 
-        If the engine stopped because the block had lost all its users, jobs that have a new user are queued again.
+        If the engine stopped because the block had lost all its users, jobs that have a new user
+        are queued again.
         """
         was_abandoned = isinstance(error, Interrupted) and not self._interrupted.is_set()
         with self._changed:
@@ -533,7 +594,8 @@ class Service:
 
 
 class LoneService(Service):
-    """Computes each request alone, in the caller's thread and without the response cache, and keeps what was asked.
+    """Computes each request alone, in the caller's thread and without the response cache, and keeps
+    what was asked.
 
     answers: requests and results by key; what is there is not computed.
     """
@@ -547,7 +609,9 @@ class LoneService(Service):
     def _enqueue(self, *block: object, **settings: object) -> list[Job]:
         return []
 
-    def respond(self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True) -> Response:
+    def respond(
+        self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True
+    ) -> Response:
         """Raises `FlexgenError` for a request that fails."""
         if request.key not in self.answers:
             (result,) = self._lone_engine.run([request.request])

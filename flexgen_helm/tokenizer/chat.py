@@ -1,6 +1,8 @@
-"""Chat templates: which prompts get one, and how messages become the text that is encoded. No torch.
+"""Chat templates: which prompts get one, and how messages become the text that is encoded. No
+torch.
 
-`chat_format` decides once per model. The Python API and HELM's client then render prompts by its `ChatFormat`.
+`chat_format` decides once per model. The Python API and HELM's client then render prompts by its
+`ChatFormat`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _THOUGHT, _ANSWER = "Xyzzy", "Plugh"
 _TRIAL_TURN = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(
     ("reasoning_content", "reasoning", "thinking"), _THOUGHT
 )
-# What templates get as today's date: prompts must not change from day to day. Llama's own templates fall back to it.
+# What templates get as today's date: prompts must not change from day to day. Llama's own templates
+# fall back to it.
 DATE = "2024-07-26"
 
 
@@ -63,16 +66,24 @@ class ChatFormat:
     def render(self, request: GenerationRequest) -> str | None:
         """Return the text of a request that goes through the template; None for one that does not.
 
-        Plain prompts do if the format applies to them, and if they generate: a score is of the text itself.
+        Plain prompts do if the format applies to them, and if they generate: a score is of the text
+        itself.
         """
         if request.messages is not None:
             return self.render_messages(request.messages)
-        if self.applied and request.prompt is not None and request.max_tokens and not request.echo_logprobs:
+        if (
+            self.applied
+            and request.prompt is not None
+            and request.max_tokens
+            and not request.echo_logprobs
+        ):
             return self.render_prompt(request.prompt)
         return None
 
     def render_prompt(self, text: str) -> str:
-        """Return a plain prompt as the turn of a user. Raises `RequestError` where the template refuses it."""
+        """Return a plain prompt as the turn of a user. Raises `RequestError` where the template
+        refuses it.
+        """
         return self.render_messages([{"role": "user", "content": text}])
 
     def render_messages(self, messages: Sequence[Message]) -> str:
@@ -92,20 +103,28 @@ class ChatFormat:
         return text
 
     def thinking(self, text: str) -> ThinkingFormat | None:
-        """Return what the engine must know of a rendered prompt; None for a model that does not think."""
+        """Return what the engine must know of a rendered prompt; None for a model that does not
+        think.
+        """
         known = self.thinking_format
         if known is None:
             return None
         # What the template writes behind the last turn: a turn itself may speak of <think>.
         ending = self._ending if self._ending and text.endswith(self._ending) else text
-        return replace(known, begins_inside=ending.rfind(known.marks.begin) > ending.rfind(known.marks.end))
+        return replace(
+            known, begins_inside=ending.rfind(known.marks.begin) > ending.rfind(known.marks.end)
+        )
 
     def describe(self, model: str) -> str:
         """Return the decision as a sentence without its full stop; model: the name in it."""
         if self.applied:
             way = "; --chat-template false sends them unchanged"
             return f"prompts of {model} go through its chat template ({self.reason}){way}"
-        way = "; --chat-template true sends them through its chat template" if self.tokenizer.chat_template else ""
+        way = (
+            "; --chat-template true sends them through its chat template"
+            if self.tokenizer.chat_template
+            else ""
+        )
         return f"prompts of {model} are sent unchanged ({self.reason}){way}"
 
     def as_json(self) -> dict[str, Any]:
@@ -125,25 +144,40 @@ class ChatFormat:
             "kwargs": dict(self.options.chat_template_kwargs),
             "system_prompt": self.options.system_prompt,
             "thinking_budget": thinking.budget if thinking else None,
-            **({"thinking_marks": thinking.marks} if thinking and thinking.marks != ThinkingMarks() else {}),
+            **(
+                {"thinking_marks": thinking.marks}
+                if thinking and thinking.marks != ThinkingMarks()
+                else {}
+            ),
             **({"date": DATE} if "strftime_now" in (template or "") else {}),
         }
 
     @cached_property
     def thinking_format(self) -> ThinkingFormat | None:
-        """What the engine must know of a prompt that ends outside thinking; None for a model that does not think."""
+        """What the engine must know of a prompt that ends outside thinking; None for a model that
+        does not think.
+        """
         turn = self._behind_trial(_TRIAL_TURN)
         before, _, rest = turn.partition(_THOUGHT)
         between, is_answered, _ = rest.partition(_ANSWER)
         seen = f"{self.tokenizer.chat_template}{turn}"
 
         def known(pairs: Sequence[tuple[str, str]], index: int) -> list[tuple[str, str]]:
-            """Return the pairs of which template or vocabulary have one, those of the template first."""
-            alone = [p for p in pairs if len(self.tokenizer.encode(p[index], add_special_tokens=False)) == 1]
+            """Return the pairs of which template or vocabulary have one, those of the template
+            first.
+            """
+            alone = [
+                p
+                for p in pairs
+                if len(self.tokenizer.encode(p[index], add_special_tokens=False)) == 1
+            ]
             return [*(pair for pair in pairs if pair[index] in seen), *alone]
 
         # Marks of no known kind are read off the turn.
-        read = (before.removeprefix(self._ending) or before).strip(), is_answered and between.strip()
+        read = (
+            (before.removeprefix(self._ending) or before).strip(),
+            is_answered and between.strip(),
+        )
         pairs = known(MARKS, 1) + [read] * all(read)
         if not pairs:
             return None
@@ -162,7 +196,9 @@ class ChatFormat:
         return self._tried(*messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
 
     def _render(self, messages: Sequence[Message], **more: bool) -> str:
-        return self.tokenizer.apply_chat_template(messages, **more, **self.options.chat_template_kwargs)
+        return self.tokenizer.apply_chat_template(
+            messages, **more, **self.options.chat_template_kwargs
+        )
 
     def _tried(self, *messages: Message, **more: bool) -> str:
         try:
@@ -171,9 +207,13 @@ class ChatFormat:
             return ""
 
     def _checked(self, message: Message) -> Message:
-        """Return a message whose content the template can render: as one part where it knows only parts, or joined."""
+        """Return a message whose content the template can render: as one part where it knows only
+        parts, or joined.
+        """
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError("a message of the chat has no role; write {'role': 'user', 'content': '…'}")
+            raise RequestError(
+                "a message of the chat has no role; write {'role': 'user', 'content': '…'}"
+            )
         content = message.get("content")
         if isinstance(content, str) and self._parts == "needed":
             return {**message, "content": [{"type": "text", "text": content}]}
@@ -185,20 +225,33 @@ class ChatFormat:
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise RequestError(f"the chat has a part of type {kind!r}, and flexgen models take text only")
+                raise RequestError(
+                    f"the chat has a part of type {kind!r}, and flexgen models take text only"
+                )
             texts.append(part["text"])
         return message if self._parts else {**message, "content": "\n".join(texts)}
 
     @cached_property
     def _parts(self) -> Literal["", "known", "needed"]:
-        """Whether the template renders a list of parts, and not its Python representation, or nothing else."""
+        """Whether the template renders a list of parts, and not its Python representation, or
+        nothing else.
+        """
         contents = _TRIAL, [{"type": "text", "text": _TRIAL}]
         plain, listed = (self._tried({"role": "user", "content": content}) for content in contents)
-        return "needed" if _TRIAL in listed and _TRIAL not in plain else "known" if plain and plain == listed else ""
+        return (
+            "needed"
+            if _TRIAL in listed and _TRIAL not in plain
+            else "known"
+            if plain and plain == listed
+            else ""
+        )
 
 
-def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base: bool) -> ChatFormat:
-    """Decide whether plain prompts of a model go through its chat template, and try the template once if so.
+def chat_format(
+    tokenizer: Tokenizer, options: ChatOptions, model: str, is_base: bool
+) -> ChatFormat:
+    """Decide whether plain prompts of a model go through its chat template, and try the template
+    once if so.
 
     model: its name in messages.
     is_base: the catalog or its name says that it is no chat model.
@@ -207,8 +260,8 @@ def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base:
     choice, has_template = options.apply_chat_template, bool(tokenizer.chat_template)
     if choice is True and not has_template:
         raise UsageError(
-            f"the tokenizer of {model} has no chat template; leave --chat-template true out, or put the template of "
-            "its instruct model beside it as chat_template.jinja"
+            f"the tokenizer of {model} has no chat template; leave --chat-template true out, or "
+            "put the template of its instruct model beside it as chat_template.jinja"
         )
     if choice is None:
         applied, reason = False, "not asked for"
@@ -227,5 +280,7 @@ def chat_format(tokenizer: Tokenizer, options: ChatOptions, model: str, is_base:
         except RequestError as error:
             ways = ["take --chat-template false"]
             ways += [] if options.system_prompt is None else ["leave the system prompt out"]
-            raise UsageError(f"the chat template of {model} cannot be used: {error}; {' or '.join(ways)}") from error
+            raise UsageError(
+                f"the chat template of {model} cannot be used: {error}; {' or '.join(ways)}"
+            ) from error
     return decided

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file's metadata describes, rebuilt as a `tokenizers.Tokenizer`.
 
-`tokenizer.ggml.model` names the algorithm, `tokenizer.ggml.pre` the way text is split before it. The rebuild in
-`transformers` ignores the latter. SmolLM2 was trained with every digit split off: without that its `  1` and ` ½`
-come out in other pieces, often with the same number of tokens.
+`tokenizer.ggml.model` names the algorithm, `tokenizer.ggml.pre` the way text is split before it.
+The rebuild in `transformers` ignores the latter. SmolLM2 was trained with every digit split off:
+without that its `  1` and ` ½` come out in other pieces, often with the same number of tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ _END_IDS = (
 _IDS = (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.UNK_ID, Keys.Tokenizer.EOS_ID, *_END_IDS)
 # What the keys hold that are used here; a file may store a value of any type under any key.
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys((Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE, Keys.General.NAME), str),
+    **dict.fromkeys(
+        (Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE, Keys.General.NAME),
+        str,
+    ),
     **dict.fromkeys((Keys.Tokenizer.LIST, Keys.Tokenizer.TOKEN_TYPE, Keys.Tokenizer.MERGES), list),
     Keys.Tokenizer.SCORES: list,
     **dict.fromkeys(_IDS, int),
     **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_PREFIX), bool),
 }
-# Keys that change nothing here, whatever they hold: tokens of encoders and of infilling, other forms of the tokenizer,
-# and EOS behind a text, which no answer may follow.
+# Keys that change nothing here, whatever they hold: tokens of encoders and of infilling, other
+# forms of the tokenizer, and EOS behind a text, which no answer may follow.
 IRRELEVANT = (
     "tokenizer.chat_templates",
     "tokenizer.ggml.add_eos_token",
@@ -69,29 +72,43 @@ NEUTRAL: Mapping[str, Any] = {
 _LLAMA_IDS = {Keys.Tokenizer.BOS_ID: 1, Keys.Tokenizer.EOS_ID: 2, Keys.Tokenizer.UNK_ID: 0}
 # The text is cut at tokens of these types before anything else.
 _CUT = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
-# Every split of a piece is tried, which takes the square of its length. Published pieces have a few hundred characters.
+# Every split of a piece is tried, which takes the square of its length. Published pieces have a few
+# hundred characters.
 _MAX_PIECE = 4096
 
-# Texts of tokens that end a turn or a text, whatever else the metadata name: as in llama.cpp, without those of families
-# that are not read, and without </s> and <eos>, which are names of HTML in some vocabularies.
+# Texts of tokens that end a turn or a text, whatever else the metadata name: as in llama.cpp,
+# without those of families that are not read, and without </s> and <eos>, which are names of HTML
+# in some vocabularies.
 _ENDS = (
-    *("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"),
+    *(
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<end_of_turn>",
+    ),
     *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
 )
-# Of Phi-3's special tokens these alone do not take the white space behind them; no key tells of that.
+# Of Phi-3's special tokens these alone do not take the white space behind them; no key tells of
+# that.
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
-    """Build the tokenizer of a GGUF file, as the arguments of `Tokenizer`; None if the file has no vocabulary.
+    """Build the tokenizer of a GGUF file, as the arguments of `Tokenizer`; None if the file has no
+    vocabulary.
 
-    Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary type or a
-    pre-tokenizer without a rule here: guessing would change token ids and so every score.
+    Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary
+    type or a pre-tokenizer without a rule here: guessing would change token ids and so every score.
     """
     metadata = read_gguf_header(path).metadata
     for key, expected in _KINDS.items():
         if key in metadata and type(metadata[key]) is not expected:
-            raise CheckpointError(f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}")
+            raise CheckpointError(
+                f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}"
+            )
     model = metadata.get(Keys.Tokenizer.MODEL)
     if model is None or not metadata.get(Keys.Tokenizer.LIST):
         return None
@@ -105,8 +122,9 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
             continue  # templates with a name are for tools
         if key not in read and value != NEUTRAL.get(key):
             raise UnsupportedArchitectureError(
-                f"{path} has {key} = {str(value)[:40]}, which nothing here reads for a vocabulary of type {model!r} "
-                "and may change token ids; use the model's safetensors folder or another conversion"
+                f"{path} has {key} = {str(value)[:40]}, which nothing here reads for a vocabulary "
+                f"of type {model!r} and may change token ids; use the model's safetensors folder "
+                "or another conversion"
             )
     if model == "llama":
         metadata = {**_LLAMA_IDS, **metadata}
@@ -115,17 +133,25 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
     if len(types) != len(tokens):
         raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
     if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
-        raise CheckpointError(f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters")
+        raise CheckpointError(
+            f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters"
+        )
     if len(set(tokens) - {""}) + tokens.count("") != len(tokens):
         raise CheckpointError(f"{path} has two tokens of the same text; use another conversion")
     for key in _IDS:
         if not 0 <= metadata.get(key, 0) < len(tokens):
-            raise CheckpointError(f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens")
+            raise CheckpointError(
+                f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens"
+            )
 
     try:
         backend = _MODELS[model](metadata, tokens)
-        # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin with BOS.
-        if metadata.get(Keys.Tokenizer.ADD_BOS, model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS):
+        # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin
+        # with BOS.
+        if metadata.get(
+            Keys.Tokenizer.ADD_BOS,
+            model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS,
+        ):
             bos = metadata[Keys.Tokenizer.BOS_ID]
             backend.post_processor = processors.TemplateProcessing(
                 single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
@@ -134,11 +160,17 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
         raise
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error}; use another conversion") from error
-    except Exception as error:  # the library raises plain Exception, e.g. for a merge of tokens not in the vocabulary
+    # the library raises plain Exception, e.g. for a merge of tokens not in the vocabulary
+    except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} has a vocabulary that does not fit together: {reason}") from error
+        raise CheckpointError(
+            f"{path} has a vocabulary that does not fit together: {reason}"
+        ) from error
     ends = [i for i, token in enumerate(tokens) if token in _ENDS]
-    types = [TokenType.CONTROL if token in _ENDS else token_type for token, token_type in zip(tokens, types)]
+    types = [
+        TokenType.CONTROL if token in _ENDS else token_type
+        for token, token_type in zip(tokens, types)
+    ]
     is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
     for kind in _CUT:
         added = [token for token, token_type in zip(tokens, types) if token_type == kind]
@@ -168,7 +200,10 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
 
 # The pattern that came with GPT-4; vocabularies differ in how many digits stay together.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_GPT4 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4 = (
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DIGIT = _GPT4.replace("{1,3}", "")
 # That of GPT-4o divides words before capital letters.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -187,12 +222,18 @@ _QWEN = "qwen2 deepseek-r1-qwen qwen35"
 
 
 def _splits(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splits: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns
+    ]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 _GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-_SINGLE_DIGITS_SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT])
+_SINGLE_DIGITS_SPLIT = pre_tokenizers.Sequence(
+    [pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT]
+)
 # By `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     name: split
@@ -201,7 +242,12 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
         ("smollm starcoder refact command-r exaone", _SINGLE_DIGITS_SPLIT),
         (f"{_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe", _splits(_GPT4)),
         (f"{_QWEN} hunyuan solar-open grok-2", _splits(_DIGIT)),
-        ("qwen35", _splits(_DIGIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"))),
+        (
+            "qwen35",
+            _splits(
+                _DIGIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+            ),
+        ),
         ("seed-coder", _splits(_DIGIT.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+"))),
         ("tekken", _splits(_TEKKEN)),
         ("gpt-4o llama4 minimax-m2", _splits(_GPT4O)),
@@ -215,9 +261,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     pre = metadata.get(Keys.Tokenizer.PRE)
     if pre not in _PRE_TOKENIZERS:
         raise UnsupportedArchitectureError(
-            f"the GGUF file has {pre!r} as {Keys.Tokenizer.PRE}, the rule that splits text; known are "
-            f"{', '.join(sorted(_PRE_TOKENIZERS))}. If you know the model's, write it into a copy: "
-            "python -m gguf.scripts.gguf_new_metadata --pre-tokenizer RULE FILE COPY"
+            f"the GGUF file has {pre!r} as {Keys.Tokenizer.PRE}, the rule that splits text; known "
+            f"are {', '.join(sorted(_PRE_TOKENIZERS))}. If you know the model's, write it into a "
+            "copy: python -m gguf.scripts.gguf_new_metadata --pre-tokenizer RULE FILE COPY"
         )
     merges = _split_merges(metadata.get(Keys.Tokenizer.MERGES, ()))
     # A whole word of these vocabularies is one token, whether or not merges lead to it.
@@ -244,7 +290,9 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backen
     else:
         pairs, longest_run = _merges_from_scores(vocab, metadata[Keys.Tokenizer.SCORES], cut)
     unknown = tokens[metadata.get(Keys.Tokenizer.UNK_ID, 0)]
-    backend = Backend(BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Backend(
+        BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     if longest_run:
         longest = Regex(f"{SPACE_MARK}{{{longest_run}}}(?={SPACE_MARK})")
         backend.pre_tokenizer = cast(Any, pre_tokenizers.Split(longest, behavior="isolated"))
@@ -262,11 +310,12 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backen
 def _merges_from_scores(
     vocab: dict[str, int], scores: Sequence[float], cut: set[str]
 ) -> tuple[list[tuple[str, str]], int]:
-    """Return every split of a piece into two pieces, best score first: sentencepiece merges by the result's score.
+    """Return every split of a piece into two pieces, best score first: sentencepiece merges by the
+    result's score.
 
-    Of pieces of the same score the leftmost is merged, which no order of merges expresses. In Llama 2's vocabulary all
-    runs of spaces, and they alone, have one score: then a run is cut into longest ones from the left, and the length of
-    these is returned too, else 0.
+    Of pieces of the same score the leftmost is merged, which no order of merges expresses. In Llama
+    2's vocabulary all runs of spaces, and they alone, have one score: then a run is cut into
+    longest ones from the left, and the length of these is returned too, else 0.
 
     Raises `CheckpointError` for other pieces of the same score, unless they are `cut` out first.
     """
@@ -274,7 +323,9 @@ def _merges_from_scores(
     for piece, i in vocab.items():
         stop_point()
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        ranked += [(-scores[i], vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab]
+        ranked += [
+            (-scores[i], vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab
+        ]
     ranked.sort()
     formed = [(score, a + b) for score, *_, a, b in ranked if a + b not in cut]
     runs = {piece for piece in vocab.keys() - cut if piece and not piece.strip(SPACE_MARK)}
@@ -288,8 +339,8 @@ def _merges_from_scores(
     for (score, piece), (next_score, next_piece) in pairwise(formed):
         if score == next_score and piece != next_piece and not runs.issuperset((piece, next_piece)):
             raise CheckpointError(
-                f"the GGUF file gives {piece!r} and {next_piece!r} the same score, so the order of merges is not "
-                "known; use the model's safetensors folder or another conversion"
+                f"the GGUF file gives {piece!r} and {next_piece!r} the same score, so the order of "
+                "merges is not known; use the model's safetensors folder or another conversion"
             )
     return [(a, b) for *_, a, b in ranked], len(runs)
 

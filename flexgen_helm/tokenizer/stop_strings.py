@@ -1,4 +1,5 @@
-"""Stop strings and text of one running completion, over bytes, so that no character is torn between tokens.
+"""Stop strings and text of one running completion, over bytes, so that no character is torn between
+tokens.
 
     matcher = StopMatcher(tokenizer.token_bytes, request.stop)      # one per completion
     for token_id in sampled:                                        # without EOS
@@ -6,9 +7,9 @@
             break                                                   # finish_reason "stop"
     result = matcher.result()                                       # text, tokens, token_ids
 
-UTF-8 synchronizes itself: the bytes of a stop string occur exactly where the decoded text has its characters. So the
-search runs on bytes and never decodes twice. There is one exception, on purpose: a U+FFFD that stands for malformed
-bytes does not match a stop string that contains U+FFFD.
+UTF-8 synchronizes itself: the bytes of a stop string occur exactly where the decoded text has its
+characters. So the search runs on bytes and never decodes twice. There is one exception, on purpose:
+a U+FFFD that stands for malformed bytes does not match a stop string that contains U+FFFD.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from flexgen_helm.tokenizer.token_bytes import helm_text
 class CompletionText:
     r"""A completion up to its stop string. Filled by `StopMatcher.result`.
 
-    tokens, token_ids: parallel. If every token is whole UTF-8, `tokens` join to `text`; other tokens are spelled
-        `bytes:\xNN`, as HELM wants them, while `text` shows the character that they form together.
+    tokens, token_ids: parallel. If every token is whole UTF-8, `tokens` join to `text`; other
+        tokens are spelled `bytes:\xNN`, as HELM wants them, while `text` shows the character that
+        they form together.
     """
 
     text: str
@@ -39,11 +41,21 @@ class CompletionText:
 class StopMatcher:
     """Collects one completion token by token and says when a stop string has appeared in its text.
 
-    The text ends where the earliest stop string starts. A push searches the new bytes and the few before them that a
-    stop string could reach back to, so a completion costs time linear in its length.
+    The text ends where the earliest stop string starts. A push searches the new bytes and the few
+    before them that a stop string could reach back to, so a completion costs time linear in its
+    length.
     """
 
-    __slots__ = ("_cut", "_data", "_reach", "_starts", "_stops", "_thinking", "_token_bytes", "_token_ids")
+    __slots__ = (
+        "_cut",
+        "_data",
+        "_reach",
+        "_starts",
+        "_stops",
+        "_thinking",
+        "_token_bytes",
+        "_token_ids",
+    )
 
     def __init__(
         self,
@@ -51,7 +63,8 @@ class StopMatcher:
         stops: Sequence[str] = (),
         thinking: ThinkingTracker | None = None,
     ) -> None:
-        """token_bytes: maps an id to the bytes it contributes. stops: non-empty strings, possibly none.
+        """token_bytes: maps an id to the bytes it contributes. stops: non-empty strings, possibly
+        none.
 
         thinking: of a model that thinks; stop strings then count in its answer only.
 
@@ -90,7 +103,9 @@ class StopMatcher:
         return self._search(first)
 
     def finish(self) -> bool:
-        """Search what was put off in a completion that has ended; return True if it contains a stop string."""
+        """Search what was put off in a completion that has ended; return True if it contains a stop
+        string.
+        """
         if self._thinking is None or self._thinking.answer_start is not None:
             return False
         self._thinking.finish()
@@ -102,17 +117,21 @@ class StopMatcher:
         return self._cut is not None
 
     def result(self) -> CompletionText:
-        """Return the text so far without its stop string; may be called at any time, and changes nothing.
+        """Return the text so far without its stop string; may be called at any time, and changes
+        nothing.
 
-        The token that the stop string cuts in two stays with its text trimmed; tokens that begin at or after the
-        start of the stop string are dropped. A character that the last token leaves incomplete becomes U+FFFD.
+        The token that the stop string cuts in two stays with its text trimmed; tokens that begin at
+        or after the start of the stop string are dropped. A character that the last token leaves
+        incomplete becomes U+FFFD.
         """
         end = len(self._data) if self._cut is None else self._cut
         num_tokens = len(self._starts) if self._cut is None else bisect_left(self._starts, end)
         borders = [*self._starts[:num_tokens], end]
         return CompletionText(
             text=self._data[:end].decode("utf-8", errors="replace"),
-            tokens=tuple(helm_text(bytes(self._data[start:stop])) for start, stop in pairwise(borders)),
+            tokens=tuple(
+                helm_text(bytes(self._data[start:stop])) for start, stop in pairwise(borders)
+            ),
             token_ids=tuple(self._token_ids[:num_tokens]),
         )
 

@@ -17,7 +17,8 @@ from typing import Literal
 from flexgen_helm.request import Completion, ThinkingFormat
 from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
 
-# What models write before and behind their thoughts. Template and vocabulary are searched for the second.
+# What models write before and behind their thoughts. Template and vocabulary are searched for the
+# second.
 MARKS = (
     ("<|channel|>", "<|channel|>final<|message|>"),
     ("<|channel>", "<channel|>"),
@@ -27,7 +28,10 @@ MARKS = (
     ("◁think▷", "◁/think▷"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ("Here is my thought process:", "Here is my response:"),
-    *((f"<{name}>", f"</{name}>") for name in ("think", "think:opensource", "longcat_think", "thought")),
+    *(
+        (f"<{name}>", f"</{name}>")
+        for name in ("think", "think:opensource", "longcat_think", "thought")
+    ),
 )
 # What some of them write around the answer.
 WRAPPERS = (
@@ -37,14 +41,16 @@ WRAPPERS = (
     ("<answer>", "</answer>"),
     ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
 )
-# What gpt-oss may write before the last part of its end: a format of the answer. It has at most so many bytes.
+# What gpt-oss may write before the last part of its end: a format of the answer. It has at most so
+# many bytes.
 _FORMAT, _FORMAT_BYTES = rb"(?:\s[^<]{0,32})?(?:<\|constrain\|>[^<]{0,32})?", 80
 
 
 class ThinkingTracker:
     """Follows one completion and says from where on its stop strings count.
 
-    Inside thinking they do not, nor in the white space behind it: "\\n" would end every thinking completion at once.
+    Inside thinking they do not, nor in the white space behind it: "\\n" would end every thinking
+    completion at once.
     While a completion may still become `<think>` they wait.
     """
 
@@ -96,11 +102,14 @@ class ThinkingTracker:
             self._stage = "answer"
 
 
-def split_thinking(completion: Completion, thinking: ThinkingFormat) -> tuple[str | None, Completion]:
-    """Return the thinking of a completion and its answer; (None, completion) if there is no thinking.
+def split_thinking(
+    completion: Completion, thinking: ThinkingFormat
+) -> tuple[str | None, Completion]:
+    """Return the thinking of a completion and its answer; (None, completion) if there is no
+    thinking.
 
-    Thinking that has no end leaves an empty answer. An end without a beginning makes what precedes it thinking: some
-    models begin inside thinking though their templates do not say so.
+    Thinking that has no end leaves an empty answer. An end without a beginning makes what precedes
+    it thinking: some models begin inside thinking though their templates do not say so.
     """
     begin, end, opening, closing = (mark.encode() for mark in thinking.marks)
     pieces = [helm_bytes(token) for token in completion.tokens]
@@ -122,8 +131,13 @@ def split_thinking(completion: Completion, thinking: ThinkingFormat) -> tuple[st
     if last - first == len(data):
         return thought, completion
     borders = [0, *accumulate(map(len, pieces))]
-    kept = slice(bisect_right(borders, first, 1) - 1, bisect_left(borders, last) if last < len(data) else None)
-    cut = [helm_text(data[max(start, first) : min(stop, last)]) for start, stop in pairwise(borders)]
+    kept = slice(
+        bisect_right(borders, first, 1) - 1,
+        bisect_left(borders, last) if last < len(data) else None,
+    )
+    cut = [
+        helm_text(data[max(start, first) : min(stop, last)]) for start, stop in pairwise(borders)
+    ]
     return thought, replace(
         completion,
         text=_text(answer),
@@ -141,7 +155,9 @@ def is_unfinished(completion: Completion, thinking: ThinkingFormat) -> bool:
 
 
 def _pattern(end: bytes) -> re.Pattern[bytes]:
-    """Return what ends thinking: <|channel|>final<|message|> as <|channel|>final <|constrain|>json<|message|> too."""
+    """Return what ends thinking: <|channel|>final<|message|> as <|channel|>final
+    <|constrain|>json<|message|> too.
+    """
     head, bar, tail = end.partition(b"<|message|>")
     return re.compile(re.escape(head) + _FORMAT * bool(bar) + re.escape(bar + tail))
 

@@ -1,4 +1,6 @@
-"""What each token of a vocabulary contributes to running text, as bytes, and HELM's spelling of bytes."""
+"""What each token of a vocabulary contributes to running text, as bytes, and HELM's spelling of
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ if TYPE_CHECKING:
 
 SPACE_MARK = "\u2581"  # sentencepiece writes a space as this lower one eighth block
 _HELM_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
-_DECODERS = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip")  # what joins tokens to text, without Replace
+# what joins tokens to text, without Replace
+_DECODERS = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def helm_text(data: bytes) -> str:
-    r"""Return `data` as text if it is whole UTF-8, else in HELM's spelling, e.g. `bytes:\xe2\x82` (backslashes)."""
+    r"""Return `data` as text if it is whole UTF-8, else in HELM's spelling, e.g. `bytes:\xe2\x82`
+    (backslashes).
+    """
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -29,13 +34,18 @@ def helm_text(data: bytes) -> str:
 def helm_bytes(text: str) -> bytes:
     """Invert `helm_text`."""
     spelt = _HELM_BYTES.fullmatch(text)
-    return bytes.fromhex(text.removeprefix("bytes:").replace("\\x", "")) if spelt else text.encode("utf-8")
+    return (
+        bytes.fromhex(text.removeprefix("bytes:").replace("\\x", ""))
+        if spelt
+        else text.encode("utf-8")
+    )
 
 
 def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's printable stand-in for each of the 256 bytes, as {character: byte}.
 
-    Printable Latin-1 stands for itself; the 68 others, in ascending order, are the characters from U+0100.
+    Printable Latin-1 stands for itself; the 68 others, in ascending order, are the characters from
+    U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = sorted(set(range(256)).difference(printable))
@@ -55,11 +65,17 @@ def token_byte_table(backend: Backend) -> list[bytes]:
     table = [b""] * (1 + max(vocab.values(), default=-1))
     for piece, token_id in vocab.items():
         token = added.get(token_id)
-        if token and (kind == "byte-level" or token.special or not (token.normalized or piece in pieces)):
+        if token and (
+            kind == "byte-level" or token.special or not (token.normalized or piece in pieces)
+        ):
             table[token_id] = piece.encode("utf-8")  # it is found in a text as it is written
         elif kind != "byte-level":
             byte = _BYTE_PIECE.fullmatch(piece) if kind == "byte fallback" else None
-            table[token_id] = bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode("utf-8")
+            table[token_id] = (
+                bytes([int(byte[1], 16)])
+                if byte
+                else piece.replace(SPACE_MARK, " ").encode("utf-8")
+            )
         elif all(char in alphabet for char in piece):
             table[token_id] = bytes(alphabet[char] for char in piece)
         else:  # a control token that is not registered as added
@@ -77,16 +93,26 @@ def vocabulary_kind(backend: Backend) -> Literal["byte-level", "sentencepiece", 
     steps = decoder or list(_flatten(state["pre_tokenizer"]))
     kinds = {step["type"] for step in steps}
     unmark = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
-    marks = [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    marks = [
+        name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)
+    ]
     marks += [step["type"] for step in decoder if step != unmark and step["type"] not in _DECODERS]
-    marks += [repr(step["replacement"]) for step in steps if step.get("replacement", SPACE_MARK) != SPACE_MARK]
+    marks += [
+        repr(step["replacement"])
+        for step in steps
+        if step.get("replacement", SPACE_MARK) != SPACE_MARK
+    ]
     if not marks and "ByteLevel" in kinds:
         return "byte-level"
     if not marks and (kinds & {"Metaspace", "ByteFallback"} or unmark in decoder):
-        return "byte fallback" if model.get("byte_fallback") or "ByteFallback" in kinds else "sentencepiece"
+        return (
+            "byte fallback"
+            if model.get("byte_fallback") or "ByteFallback" in kinds
+            else "sentencepiece"
+        )
     raise UnsupportedArchitectureError(
-        f"the tokenizer decodes with {', '.join(marks or sorted(kinds)) or 'nothing'}; known are byte-level BPE "
-        "(ByteLevel) and sentencepiece-like vocabularies (Metaspace, ByteFallback)"
+        f"the tokenizer decodes with {', '.join(marks or sorted(kinds)) or 'nothing'}; known are "
+        "byte-level BPE (ByteLevel) and sentencepiece-like vocabularies (Metaspace, ByteFallback)"
     )
 
 

@@ -1,4 +1,6 @@
-"""Each benchmark runs: with tiny models in this process, or with what other programs would have left."""
+"""Each benchmark runs: with tiny models in this process, or with what other programs would have
+left.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def in_this_process(monkeypatch):
     """Measurements run here, on the machine that a shipped profile describes."""
     monkeypatch.setenv("FLEXGEN_HELM_HARDWARE", "laptop")
     monkeypatch.setattr(
-        engine_task, "in_own_process", lambda function, block: function(**json.loads(json.dumps(block)))
+        engine_task,
+        "in_own_process",
+        lambda function, block: function(**json.loads(json.dumps(block))),
     )
 
 
@@ -59,9 +63,13 @@ def stored(result: dict[str, Any], out: Path) -> tuple[dict[str, Any], dict[str,
 def test_ablation(tiny, tmp_path, monkeypatch, in_this_process):
     monkeypatch.setattr(ablation, "GPU_BYTES", 1e14)
     workload = ablation.Workload(str(tiny("opt").path), batch_rows=2, batches=2, output=3)
-    result, found = stored(ablation.measure(workload, 1, load_profile("laptop")), tmp_path / "out.json")
+    result, found = stored(
+        ablation.measure(workload, 1, load_profile("laptop")), tmp_path / "out.json"
+    )
     assert result["ratios"]["all techniques"] == 1 and len(found) == 7
-    assert found["no overlap"]["paper"] == 5.86 / 7.32 and found["half on the disk"]["paper"] is None
+    assert (
+        found["no overlap"]["paper"] == 5.86 / 7.32 and found["half on the disk"]["paper"] is None
+    )
     assert found["half on the disk"]["bytes"]["disk_to_cpu"]["weights"] > 0
     assert found["no cpu attention"]["bytes"]["cpu_to_gpu"]["cache"] > 0
     assert found["all techniques"]["bytes"]["cpu_to_gpu"]["cache"] == 0
@@ -69,7 +77,14 @@ def test_ablation(tiny, tmp_path, monkeypatch, in_this_process):
 
 def test_offload(tiny, tmp_path, monkeypatch, in_this_process, small_ring):
     monkeypatch.setattr(accelerate_task, "missing", lambda: "left out by the test")
-    sizes = {"prompt": 6, "output": 3, "rows": 5, "row_batches": 2, "weights_share": 2.5, "repeats": 2}
+    sizes = {
+        "prompt": 6,
+        "output": 3,
+        "rows": 5,
+        "row_batches": 2,
+        "weights_share": 2.5,
+        "repeats": 2,
+    }
     workload = offload.Workload(str(tiny("opt").path), **sizes)
     measured = offload.measure(workload, 1e9, tmp_path)
     peers.measure(workload, tmp_path, measured)
@@ -78,7 +93,10 @@ def test_offload(tiny, tmp_path, monkeypatch, in_this_process, small_ring):
     assert len(found) == 13 and found["in memory"]["n"] == 2 and found["in memory"]["read_gb"] == 0
     assert 0 < found["offloaded"]["read_gb"] < found["row by row"]["read_gb"]
     ratios = result["ratios"]
-    assert found["in memory"]["median"] / found["offloaded"]["median"] == ratios["offloaded_to_in_memory"]
+    assert (
+        found["in memory"]["median"] / found["offloaded"]["median"]
+        == ratios["offloaded_to_in_memory"]
+    )
     labels = ("fp16, behind 0.25 GB/s", "4bit, behind 0.25 GB/s")
     assert ratios["packed_link"] == found[labels[0]]["median"] / found[labels[1]]["median"]
     assert "Accelerate is left out: left out by the test" in result["notes"]
@@ -112,24 +130,37 @@ def test_policy(tmp_path, monkeypatch):
     cases = policies.parse("sim zigzag 4x1,0,100,0,100,0,100\nsim zigzag 2x2,50,50,0,100,0,100")
     assert str(cases[1]) == "sim zigzag 2x2,50,50,0,100,0,100"
     monkeypatch.setattr(
-        policies, "run_case", lambda _, case, repeats: [{"latency_s": 3.0 - (case == cases[0])}] * repeats
+        policies,
+        "run_case",
+        lambda _, case, repeats: [{"latency_s": 3.0 - (case == cases[0])}] * repeats,
     )
     monkeypatch.setattr(policies, "corrected_profile", lambda workload, profile, case: profile)
     for name in ("SPREAD", "GRID"):
         monkeypatch.setattr(policies, name, cases)
     workload = policies.Workload(prompt=6, output=3, sequences=4)
-    result, found = stored(policies.measure(workload, 1, load_profile("laptop")), tmp_path / "out.json")
+    result, found = stored(
+        policies.measure(workload, 1, load_profile("laptop")), tmp_path / "out.json"
+    )
     assert result["ratios"]["chosen_to_best_of_grid"] in (1.0, 1.5)
     assert all(
-        row["of_prediction"] == row["median"] / row["predicted_s"] for row in found.values() if "predicted_s" in row
+        row["of_prediction"] == row["median"] / row["predicted_s"]
+        for row in found.values()
+        if "predicted_s" in row
     )
 
 
 RECORD = {
-    "latency_s": 4.0, "padded_throughput": 3.0, "actual_throughput": 2.7, "hardware": {"device": "cpu"},
+    "latency_s": 4.0, "padded_throughput": 3.0, "actual_throughput": 2.7,
+    "hardware": {"device": "cpu"},
     "workload": {"prompt_tokens": 10, "prompt_tokens_computed": 7.0, "output_tokens": 2},
 }  # fmt: skip
-GREEDY = {"max_tokens": 1, "echo_prompt": False, "temperature": 0.0, "num_completions": 1, "stop_sequences": []}
+GREEDY = {
+    "max_tokens": 1,
+    "echo_prompt": False,
+    "temperature": 0.0,
+    "num_completions": 1,
+    "stop_sequences": [],
+}
 
 
 def test_clients(tiny, tmp_path, monkeypatch):
@@ -144,7 +175,9 @@ def test_clients(tiny, tmp_path, monkeypatch):
 
     def serve(file, prompts, requests, slots, log):
         encode = Tokenizer.from_path(checkpoint.tokenizer_path).encode
-        assert prompts == [encode(request["prompt"], add_special_tokens=False) for request in requests]
+        assert prompts == [
+            encode(request["prompt"], add_special_tokens=False) for request in requests
+        ]
         return HelmRun(40.0 / slots, ["a", "x"], ready_s=1.0)
 
     checkpoint = open_checkpoint(tiny("llama").path)
@@ -185,8 +218,16 @@ def test_only_known_defects_explain_a_difference():
         "num_bytes": 5.0,
         "perplexity": 2.0,
     }
-    theirs = {"max_prob": 1.0, "logprob": -2.0, "exact_match": 0.0, "num_bytes": 9.0, "perplexity": 2.0001}
-    assert [line["metric"] for line in clients.differences(ours, theirs) if line["why"] is None] == [
+    theirs = {
+        "max_prob": 1.0,
+        "logprob": -2.0,
+        "exact_match": 0.0,
+        "num_bytes": 9.0,
+        "perplexity": 2.0001,
+    }
+    assert [
+        line["metric"] for line in clients.differences(ours, theirs) if line["why"] is None
+    ] == [
         "exact_match",
         "logprob",
     ]
@@ -222,9 +263,13 @@ def test_the_server_of_llama_cpp_is_asked_as_helm_asks(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     asked = [{**GREEDY, "max_tokens": 1 + i, "stop_sequences": ["\n"]} for i in range(40)]
-    found = llama_cpp.serve(tmp_path / "model.gguf", [[i, 1] for i in range(40)], asked, 8, tmp_path / "log")
+    found = llama_cpp.serve(
+        tmp_path / "model.gguf", [[i, 1] for i in range(40)], asked, 8, tmp_path / "log"
+    )
     assert found.texts == [str(i + 1) for i in range(40)] and 0 < found.ready_s < found.seconds
-    assert "log-probabilities" in str(llama_cpp.unsupported([*asked, {**GREEDY, "echo_prompt": True}]))
+    assert "log-probabilities" in str(
+        llama_cpp.unsupported([*asked, {**GREEDY, "echo_prompt": True}])
+    )
 
 
 def test_accuracy(tmp_path, monkeypatch, wheel_model):
@@ -232,7 +277,9 @@ def test_accuracy(tmp_path, monkeypatch, wheel_model):
     passages, changed = ["one passage", "déjà vu"], {}
     monkeypatch.setattr(accuracy.lambada, "read_passages", lambda: passages)
     monkeypatch.setattr(accuracy.wikitext, "read_pages", lambda: PAGES[:1])
-    monkeypatch.setattr(accuracy, "export_checked", lambda checkpoint, folder: Tokenizer.from_path(wheel_model))
+    monkeypatch.setattr(
+        accuracy, "export_checked", lambda checkpoint, folder: Tokenizer.from_path(wheel_model)
+    )
     figures = {
         "exact_match": 0.5,
         "target_perplexity": 20.0,
@@ -244,7 +291,8 @@ def test_accuracy(tmp_path, monkeypatch, wheel_model):
     def helm_run(entries, amount, folder, variables):
         written = Path(variables["FLEXGEN_HELM_DATA"])
         assert [
-            json.loads(line)["text"] for line in (written / "lambada_openai_test.jsonl").read_text().splitlines()
+            json.loads(line)["text"]
+            for line in (written / "lambada_openai_test.jsonl").read_text().splitlines()
         ] == passages
         instances = [
             {"instance_id": f"id{i}", "stats": [{"name": {"name": "logprob"}, "sum": -5.0 - i}]}
@@ -261,14 +309,19 @@ def test_accuracy(tmp_path, monkeypatch, wheel_model):
     def run_logged(command, log, name, env):
         (task,) = (word.removesuffix("_local") for word in command if word.endswith("_local"))
         answers = [["-5.0", "False"], ["-6.0001", "True"]] if task == "lambada_openai" else ["-5.0"]
-        lines = [json.dumps({"doc_id": i, "filtered_resps": [answer]}) for i, answer in enumerate(answers)]
+        lines = [
+            json.dumps({"doc_id": i, "filtered_resps": [answer]})
+            for i, answer in enumerate(answers)
+        ]
         (log.parent / f"samples_{task}_local_2026.jsonl").write_text("\n".join(lines))
         names = {"acc": "exact_match", "perplexity": "target_perplexity"}
         metrics = {
             f"{key},none": figures[names.get(key, key)]
             for key in (*names, "word_perplexity", "byte_perplexity", "bits_per_byte")
         }
-        (log.parent / "results_2026.json").write_text(json.dumps({"results": {f"{task}_local": metrics}}))
+        (log.parent / "results_2026.json").write_text(
+            json.dumps({"results": {f"{task}_local": metrics}})
+        )
         return 1.0
 
     monkeypatch.setattr(accuracy, "helm_run", helm_run)
@@ -314,7 +367,8 @@ def test_a_table_is_printed_with_its_errors(capsys):
 
 def test_tables_agree_with_the_paper_as_far_as_their_notes_say():
     found = {name: function() for name, function in rows.TABLES.items()}
-    for row in found["techniques"]:  # each technique helps: in the paper, the model and the measurement
+    # each technique helps: in the paper, the model and the measurement
+    for row in found["techniques"]:
         assert max(row["paper"], row["predicted"], row["measured"] or 0) < 1, row
     for row in found["frontier"] + found["data_wrangling"]:
         assert row["predicted"] == pytest.approx(row["paper"], rel=0.4), row
@@ -326,10 +380,16 @@ def test_tables_agree_with_the_paper_as_far_as_their_notes_say():
 
 def test_tables_have_no_measurements_where_results_are_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    assert {row["measured"] for row in rows.throughput() + rows.techniques() + rows.mixed_lengths()} == {None}
+    assert {
+        row["measured"] for row in rows.throughput() + rows.techniques() + rows.mixed_lengths()
+    } == {None}
     (tmp_path / "gpu_x.json").write_text(
         json.dumps(
-            {"date": "2026-11-01", "hardware": {"device": "X"}, "rows": [{"label": "opt", "tokens_per_s": 1234.5}]}
+            {
+                "date": "2026-11-01",
+                "hardware": {"device": "X"},
+                "rows": [{"label": "opt", "tokens_per_s": 1234.5}],
+            }
         )
     )
     assert rows.throughput()[-1] == rows.row("X: opt", measured=1234.0)

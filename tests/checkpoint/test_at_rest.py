@@ -16,9 +16,9 @@ from tests.helpers.quantized_sets import FORMATS
 
 # Of each format's codes; those of FP8 have their own type.
 NAMES = {
-    "gptq-3-bits": "gptq 3-bit", "gptq-8-bits": "gptq 8-bit", "awq": "awq 4-bit", "nvfp4": "compressed-tensors",
-    "int8": "compressed-tensors", "bnb-nf4": "bitsandbytes 4-bit", "bnb-int8": "bitsandbytes", "mxfp8": "F8_E4M3",
-    "fp8-by-block": "F8_E4M3",
+    "gptq-3-bits": "gptq 3-bit", "gptq-8-bits": "gptq 8-bit", "awq": "awq 4-bit",
+    "nvfp4": "compressed-tensors", "int8": "compressed-tensors", "bnb-nf4": "bitsandbytes 4-bit",
+    "bnb-int8": "bitsandbytes", "mxfp8": "F8_E4M3", "fp8-by-block": "F8_E4M3",
 }  # fmt: skip
 
 
@@ -31,8 +31,14 @@ def test_codes_have_the_name_of_what_quantized_them(tmp_path, fmt, name):
     write_weights(tmp_path, stored, save_file, "model.safetensors", 2)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     found = bytes_by_type(tmp_path)
-    types = {torch.float8_e4m3fn} if name == "F8_E4M3" else {torch.int32, torch.int64, torch.int8, torch.uint8}
-    assert found[name] == sum(tensor.nbytes for tensor in stored.values() if tensor.dtype in types) > 0
+    types = (
+        {torch.float8_e4m3fn}
+        if name == "F8_E4M3"
+        else {torch.int32, torch.int64, torch.int8, torch.uint8}
+    )
+    assert (
+        found[name] == sum(tensor.nbytes for tensor in stored.values() if tensor.dtype in types) > 0
+    )
     assert sum(found.values()) == sum(tensor.nbytes for tensor in stored.values())
     assert found["BF16"] >= 42 and "I32" not in found
 
@@ -42,7 +48,9 @@ def test_a_gguf_file_has_its_own_types(tmp_path):
     tensors = [(kind.name, values, kind) for kind in kinds] + [("v", values[0, :5], Kind.F32)]
     path = write_gguf(tmp_path / "m.gguf", "llama", SMALL_TOKENIZER, tensors)
     sizes = {kind.name: gguf.GGML_QUANT_SIZES[kind] for kind in kinds}
-    assert bytes_by_type(path) == {name: 3 * 256 // block * size for name, (block, size) in sizes.items()} | {"F32": 20}
+    assert bytes_by_type(path) == {
+        name: 3 * 256 // block * size for name, (block, size) in sizes.items()
+    } | {"F32": 20}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Model names: what they mean, how many parameters they stand for, and how wrong ones are refused."""
+"""Model names: what they mean, how many parameters they stand for, and how wrong ones are
+refused.
+"""
 
 import json
 import subprocess
@@ -8,7 +10,13 @@ from math import ceil, prod
 
 import pytest
 
-from flexgen_helm.checkpoint.names import CATALOG, planned_precision, quantized_by, resolve, split_precision
+from flexgen_helm.checkpoint.names import (
+    CATALOG,
+    planned_precision,
+    quantized_by,
+    resolve,
+    split_precision,
+)
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names
 from flexgen_helm.planner.placement import StorageSizes
@@ -44,10 +52,11 @@ deepseek-v2-lite         15_706_484_224
 smollm3-3b                3_075_098_624
 olmo-3-1025-7b            7_298_011_136
 """
-# Billions as announced in the models' own cards and reports: of all parameters, without layers that only guess further
-# tokens, and of those that a token uses ('-': not announced), with or without the embedding. Of Kimi K2, ERNIE and
-# MiniMax as llama.cpp counts the tensors: 'model params = 1.027 T', '21.83 B', '228.69 B'. Gemma 3n is announced with
-# the encoders of images and sounds, 0.30 and 0.68 billion.
+# Billions as announced in the models' own cards and reports: of all parameters, without layers that
+# only guess further tokens, and of those that a token uses ('-': not announced), with or without
+# the embedding. Of Kimi K2, ERNIE and MiniMax as llama.cpp counts the tensors: 'model params =
+# 1.027 T', '21.83 B', '228.69 B'. Gemma 3n is announced with the encoders of images and sounds,
+# 0.30 and 0.68 billion.
 ANNOUNCED = """
 opt-66b                          65.7    -
 opt-175b                        175      -
@@ -120,7 +129,9 @@ def test_number_of_parameters_is_near_the_announced_one(name, billions, used):
 
 
 def bytes_at_rest(name):
-    """Bytes of the published files, from the types of the entry: of their codes, and of their scales."""
+    """Bytes of the published files, from the types of the entry: of their codes, and of their
+    scales.
+    """
     entry = CATALOG[name]
     stored = entry.published.get("quantization_config", {"quant_method": None})
     method, kept = stored["quant_method"], 0.0
@@ -131,7 +142,11 @@ def bytes_at_rest(name):
             if method == "fp8" and is_matrix and not tensor.endswith(".gate.weight"):
                 rows, columns = stored["weight_block_size"]
                 num_bytes = prod(shape) + 4.0 * ceil(shape[0] / rows) * ceil(shape[1] / columns)
-            elif method in ("mxfp4", "compressed-tensors") and expert_of(tensor) is not None and is_matrix:
+            elif (
+                method in ("mxfp4", "compressed-tensors")
+                and expert_of(tensor) is not None
+                and is_matrix
+            ):
                 scale_bytes = {"mxfp4": 1, "compressed-tensors": 2}[method]
                 num_bytes = prod(shape) / 2 + prod(shape) / 32 * scale_bytes
             kept += num_bytes
@@ -139,15 +154,18 @@ def bytes_at_rest(name):
 
 
 def test_bytes_at_rest_are_those_of_the_published_files():
-    # 1.5 TB as published in 16 bits (Unsloth's page of its files); 958.52 GiB and 594 GB on the hub by Simon Willison's
-    # storage calculator, the second of Kimi K2 Thinking, which has the types of K2.5; 60.8 GiB in the model card of
-    # gpt-oss; 215 GiB as the card of a merge of MiniMax M2 says of its files.
+    # 1.5 TB as published in 16 bits (Unsloth's page of its files); 958.52 GiB and 594 GB on the hub
+    # by Simon Willison's storage calculator, the second of Kimi K2 Thinking, which has the types of
+    # K2.5; 60.8 GiB in the model card of gpt-oss; 215 GiB as the card of a merge of MiniMax M2 says
+    # of its files.
     gib = {"kimi-k2-instruct": 958.52, "gpt-oss-120b": 60.8, "minimax-m2": 215}
-    published = {"glm-5.2": 1.5e12, "kimi-k2.5": 594e9} | {name: 2**30 * number for name, number in gib.items()}
+    published = {"glm-5.2": 1.5e12, "kimi-k2.5": 594e9} | {
+        name: 2**30 * number for name, number in gib.items()
+    }
     for name, num_bytes in published.items():
         assert bytes_at_rest(name) == pytest.approx(num_bytes, rel=0.01), name
-    # All files of DeepSeek V3 have 688,586,727,753 bytes, with one layer more that guesses tokens: it has its own
-    # embedding and head, and a matrix that joins two hidden states.
+    # All files of DeepSeek V3 have 688,586,727,753 bytes, with one layer more that guesses tokens:
+    # it has its own embedding and head, and a matrix that joins two hidden states.
     config = CATALOG["deepseek-v3"].config
     (*_, last) = (stage for stage in stage_names(config) if stage not in (EMBED, HEAD))
     more = sum(prod(shape) for _, shape in config.stage_tensors(last)) + 2 * config.hidden_size**2
@@ -156,12 +174,20 @@ def test_bytes_at_rest_are_those_of_the_published_files():
 
 
 def test_plans_of_kimi_count_experts_in_4_bits_and_what_is_ignored_in_16():
-    sizes = StorageSizes(CATALOG["kimi-k2.5"].config, planned_precision("kimi-k2.5", "fp16")).matrices
-    assert sum(sizes.values()) == pytest.approx(bytes_at_rest("kimi-k2.5"), rel=3e-3)  # without routers
+    sizes = StorageSizes(
+        CATALOG["kimi-k2.5"].config, planned_precision("kimi-k2.5", "fp16")
+    ).matrices
+    # without routers
+    assert sum(sizes.values()) == pytest.approx(bytes_at_rest("kimi-k2.5"), rel=3e-3)
 
 
 def test_what_is_published_quantized_says_so():
-    methods = {"kimi-k2.5": "compressed-tensors", "gpt-oss-20b": "mxfp4", "deepseek-v3.2": "fp8", "minimax-m2.7": "fp8"}
+    methods = {
+        "kimi-k2.5": "compressed-tensors",
+        "gpt-oss-20b": "mxfp4",
+        "deepseek-v3.2": "fp8",
+        "minimax-m2.7": "fp8",
+    }
     methods |= {"glm-5.2": None, "opt-125m": None}
     assert {name: quantized_by(name) for name in methods} == methods
     # A record of a model is the same however its weights are stored.
@@ -198,11 +224,18 @@ def test_architectures_that_differ_from_their_siblings(name, facts):
     assert (rope.kind, rope.factor, rope.theta) == ("llama3", 32.0, 500_000.0)
 
 
-@pytest.mark.parametrize("name", [name for name in CATALOG if not name.startswith("smollm2-135m-instruct-q4")])
+@pytest.mark.parametrize(
+    "name", [name for name in CATALOG if not name.startswith("smollm2-135m-instruct-q4")]
+)
 def test_every_catalog_name_resolves_to_itself(name):
     found = resolve(f"flexgen/{name}-4bit")
     kind = "unpublished" if name == "opt-175b" else "hub"
-    assert (found.name, found.precision, found.entry, found.kind) == (name, "4bit", CATALOG[name], kind)
+    assert (found.name, found.precision, found.entry, found.kind) == (
+        name,
+        "4bit",
+        CATALOG[name],
+        kind,
+    )
 
 
 @pytest.mark.parametrize("base", ["opt-125m", "org--repo", "a-4bit-model"])
@@ -212,7 +245,9 @@ def test_longest_precision_suffix_wins(base):
     assert split_precision(base) == (base, "fp16")
 
 
-@pytest.mark.parametrize("text", ["facebook/opt-125m", "flexgen/facebook--opt-125m", "facebook--opt-125m-paper-4bit"])
+@pytest.mark.parametrize(
+    "text", ["facebook/opt-125m", "flexgen/facebook--opt-125m", "facebook--opt-125m-paper-4bit"]
+)
 def test_both_spellings_of_a_hub_name(text):
     found = resolve(text, revision="abc")
     assert (found.name, found.kind, found.revision) == ("facebook--opt-125m", "hub", "abc")
@@ -248,7 +283,11 @@ def test_models_file_of_the_user(models_file):
     )
     assert resolve("flexgen/mine-4bit").path == weights
     tuned, known = resolve("tuned-4bit"), resolve("opt-125m")
-    assert (tuned.name, tuned.precision, dict(tuned.arguments)) == ("tuned-4bit", "fp16", {"policy": "auto"})
+    assert (tuned.name, tuned.precision, dict(tuned.arguments)) == (
+        "tuned-4bit",
+        "fp16",
+        {"policy": "auto"},
+    )
     assert (known.arguments, known.hub_repo) == ({"limits": {"cpu": "1GiB"}}, "facebook/opt-125m")
     for name, message in (("lost", "lost.*nowhere"), ("odd", "odd.*needs a path")):
         with pytest.raises(UnknownModelError, match=message):
@@ -277,6 +316,9 @@ def test_unknown_names_list_the_closest_and_the_ways(name, message):
 
 
 def test_names_records_and_fetching_need_no_torch():
-    code = "import sys, flexgen_helm.checkpoint.fetch\nfrom flexgen_helm.checkpoint.names import CATALOG\n"
+    code = (
+        "import sys, flexgen_helm.checkpoint.fetch\nfrom flexgen_helm.checkpoint.names import "
+        "CATALOG\n"
+    )
     code += "CATALOG['deepseek-v3'].config\nassert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,6 @@
-"""Pickled checkpoints: the same bits as safetensors, one tensor's memory, nothing executed, nothing half done."""
+"""Pickled checkpoints: the same bits as safetensors, one tensor's memory, nothing executed, nothing
+half done.
+"""
 
 import errno
 import hashlib
@@ -48,7 +50,9 @@ def write_pickled(folder, tensors=None, shards=1, **config):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("not part of the model")
     torch.save([1, 2], folder / "training_args.bin")
-    write_weights(folder, tied_tensors() if tensors is None else tensors, torch.save, PICKLE, shards)
+    write_weights(
+        folder, tied_tensors() if tensors is None else tensors, torch.save, PICKLE, shards
+    )
     return folder
 
 
@@ -64,26 +68,38 @@ def shards(tmp_path):
 
 def stored(folder):
     """Every tensor of a converted folder, read by the safetensors library."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def leftovers(folder):
     """What is there of a conversion, whole or begun."""
-    return sorted(p.name for p in folder.parent.iterdir() if p == folder or p.name.startswith(f".{folder.name}"))
+    return sorted(
+        p.name
+        for p in folder.parent.iterdir()
+        if p == folder or p.name.startswith(f".{folder.name}")
+    )
 
 
-# --- the same bits ------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_types_and_names_stay_as_they_are(tmp_path, dtype):
     tensors = tied_tensors(dtype=dtype)
-    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].t()
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors[
+        "model.layers.0.self_attn.q_proj.weight"
+    ].t()
     tensors["buffer.odd"] = torch.tensor([True, False, True])
     tensors["buffer.scalar"] = torch.tensor(7)
     tensors["buffer.empty"] = torch.zeros(0, 3)
     tensors["buffer.slice"] = tensors["model.norm.weight"][3:9]
-    expected = {name: tensor.clone() for name, tensor in tensors.items() if name != "lm_head.weight"}
+    expected = {
+        name: tensor.clone() for name, tensor in tensors.items() if name != "lm_head.weight"
+    }
     done = convert(write_pickled(tmp_path / "m", {**tensors, "epoch": 3, "args": {"lr": 0.1}}))
     found = stored(done.path)
     assert found.keys() == expected.keys()
@@ -95,7 +111,9 @@ def test_values_types_and_names_stay_as_they_are(tmp_path, dtype):
         assert file.metadata() == {"format": "pt"}
     checkpoint = open_checkpoint(done.path)
     checkpoint.verify()
-    assert checkpoint.storage_dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
+    assert checkpoint.storage_dtype == (
+        torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+    )
 
 
 def test_a_shared_head_is_dropped_only_where_the_model_ties_it(tmp_path):
@@ -118,7 +136,7 @@ def test_two_conversions_of_the_same_files_are_the_same_bytes(shards, tmp_path):
     assert open_checkpoint(one).fingerprint == open_checkpoint(two).fingerprint
 
 
-# --- memory and disk ----------------------------------------------------------------------------------------------
+# --- memory and disk ------------------------------------------------------------------------------
 
 MEASURED = """
 import sys, threading
@@ -146,18 +164,37 @@ print(max(samples) - before, len(samples), path)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["as it is", "careless"])
 def test_memory_stays_at_one_tensor(tmp_path, how):
-    """Sampled while a checkpoint of 13 times the bound is converted; whoever reads it whole is caught."""
+    """Sampled while a checkpoint of 13 times the bound is converted; whoever reads it whole is
+    caught.
+    """
     bound = 16 << 20
-    config = {**SMALL_LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 8192}
+    config = {
+        **SMALL_LLAMA,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "vocab_size": 8192,
+    }
     tensors = tied_tensors(config)
     turned = "model.layers.1.mlp.up_proj.weight"
     tensors[turned] = tensors[turned].t().contiguous().t()  # the one kind that needs a copy: 8 MiB
     folder = write_pickled(tmp_path / "large", tensors, **config)
     assert (folder / PICKLE).stat().st_size > 13 * bound
-    command = [sys.executable, "-c", MEASURED, how, str(write_pickled(tmp_path / "small")), str(folder)]
-    private, samples, path = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    command = [
+        sys.executable,
+        "-c",
+        MEASURED,
+        how,
+        str(write_pickled(tmp_path / "small")),
+        str(folder),
+    ]
+    private, samples, path = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.split()
     assert int(samples) > 20
-    assert int(private) > 13 * bound if how == "careless" else int(private) < bound, f"{int(private) / 2**20:.1f} MiB"
+    assert int(private) > 13 * bound if how == "careless" else int(private) < bound, (
+        f"{int(private) / 2**20:.1f} MiB"
+    )
     open_checkpoint(path).verify()
 
 
@@ -169,7 +206,7 @@ def test_a_full_disk_is_known_before_anything_is_written(folder, tmp_path, monke
     assert not leftovers(tmp_path / "out")
 
 
-# --- interruption -------------------------------------------------------------------------------------------------
+# --- interruption ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", ["_write_shard", "write_synced", "_put_in_place"])
@@ -202,7 +239,7 @@ def test_interrupted_anywhere_leaves_nothing_and_starts_over(
     open_checkpoint(out).verify()
 
 
-# --- names --------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_a_folder_finds_its_conversion(folder, tmp_path, monkeypatch):
@@ -221,16 +258,22 @@ def test_a_folder_finds_its_conversion(folder, tmp_path, monkeypatch):
 
     # A file that decides results and that the conversion lacks.
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
-    with pytest.raises(CheckpointError, match="generation_config.json has changed since it was converted"):
+    with pytest.raises(
+        CheckpointError, match=("generation_config.json has changed since it was converted")
+    ):
         open_checkpoint(folder)
     (folder / "generation_config.json").unlink()
     assert fetch(folder) == done.path
 
-    # Another checkpoint in the same folder: never the old conversion, and convert makes the new one.
+    # Another checkpoint in the same folder: never the old conversion, and convert makes the new
+    # one.
     changed = tied_tensors()
     changed["model.norm.weight"][0] += 1
     write_pickled(folder, changed)
-    with pytest.raises(CheckpointError, match=rf"{PICKLE} has changed since it was converted.*convert .*/m` again"):
+    with pytest.raises(
+        CheckpointError,
+        match=(rf"{PICKLE} has changed since it was converted.*convert .*/m` again"),
+    ):
         open_checkpoint(folder)
     assert convert(folder).path == done.path
     assert leftovers(done.path) == [done.path.name]
@@ -243,7 +286,9 @@ def test_a_folder_finds_its_conversion(folder, tmp_path, monkeypatch):
 
 
 def test_an_existing_folder_of_something_else_is_not_touched(folder, tmp_path):
-    with pytest.raises(UsageError, match="exists and is no conversion; name another folder with --out"):
+    with pytest.raises(
+        UsageError, match=("exists and is no conversion; name another folder with --out")
+    ):
         convert(folder, folder)
     convert(folder, tmp_path / "out")
     with pytest.raises(UsageError, match="conversion of another model"):
@@ -270,11 +315,13 @@ def test_json(tmp_path, capsys):
     assert cli.main(["convert", str(folder), "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    assert found["origin"] == "m" and found["left_out"] == ["epoch"] and Path(found["path"]).is_dir()
+    assert (
+        found["origin"] == "m" and found["left_out"] == ["epoch"] and Path(found["path"]).is_dir()
+    )
     assert "left out, being no tensors: epoch" in said.err
 
 
-# --- traps and damage ---------------------------------------------------------------------------------------------
+# --- traps and damage -----------------------------------------------------------------------------
 
 
 class Trap:
@@ -296,7 +343,9 @@ def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(tmp_path, where, cap
     assert cli.main(["convert", str(folder)]) == 1
     said = capsys.readouterr().err
     assert file.name in said and "posix.system" in said and "nothing of it was executed" in said
-    assert "weights_only` set to `False`" not in said, "torch's advice to load it all the same is not passed on"
+    assert "weights_only` set to `False`" not in said, (
+        "torch's advice to load it all the same is not passed on"
+    )
     assert not ran.exists() and not list((state_dir() / "converted").rglob("*.safetensors"))
     torch.load(file, weights_only=False)  # the trap works where nobody guards it
     assert ran.exists()
@@ -304,7 +353,9 @@ def test_a_booby_trapped_pickle_is_refused_and_runs_nothing(tmp_path, where, cap
 
 def test_pickles_are_opened_in_one_place():
     package = Path(module.__file__).parents[1]
-    assert [path.name for path in package.rglob("*.py") if "torch.load(" in path.read_text()] == ["convert.py"]
+    assert [path.name for path in package.rglob("*.py") if "torch.load(" in path.read_text()] == [
+        "convert.py"
+    ]
 
 
 def test_an_old_torch_is_refused(folder, monkeypatch):
@@ -363,17 +414,32 @@ REFUSED = {
         "git lfs pull",
     ),
     "a page": (lambda file: file.write_text("<html>"), "no PyTorch checkpoint"),
-    "a list": (lambda file: torch.save([torch.zeros(2)], file), "contains a list, not tensors by name"),
+    "a list": (
+        lambda file: torch.save([torch.zeros(2)], file),
+        "contains a list, not tensors by name",
+    ),
     "compressed": (deflated, r"compresses m/data\.pkl"),
     "empty": (lambda file: cut(file, 0), "no PyTorch checkpoint"),
     "half": (lambda file: cut(file, 0.5), "is truncated"),
     "nearly all": (lambda file: cut(file, 0.999), "pytorch_model.bin is"),
     "flipped bit": (lambda file: flip(file, EMBEDDING), r"is damaged in .*data/\d+"),
-    "flipped bit of a name": (lambda file: flip(file, b"model.norm.weight"), r"is damaged in .*data\.pkl"),
-    "repeated": (lambda file: plus(file, torch.zeros(1).expand(1 << 40)), "tensor odd .*repeats 4 stored bytes"),
+    "flipped bit of a name": (
+        lambda file: flip(file, b"model.norm.weight"),
+        r"is damaged in .*data\.pkl",
+    ),
+    "repeated": (
+        lambda file: plus(file, torch.zeros(1).expand(1 << 40)),
+        "tensor odd .*repeats 4 stored bytes",
+    ),
     "sparse": (lambda file: plus(file, torch.eye(3).to_sparse()), "tensor odd .*sparse_coo"),
-    "complex": (lambda file: plus(file, torch.zeros(3, dtype=torch.complex64)), "tensor odd .*complex64"),
-    "a lacking tensor": (lambda file: without(file, "model.norm.weight"), r"lacks the tensor model\.norm\.weight"),
+    "complex": (
+        lambda file: plus(file, torch.zeros(3, dtype=torch.complex64)),
+        "tensor odd .*complex64",
+    ),
+    "a lacking tensor": (
+        lambda file: without(file, "model.norm.weight"),
+        r"lacks the tensor model\.norm\.weight",
+    ),
     "another shape": (lambda file: edit_config(file.parent, vocab_size=99), r"asks for \[99, 16\]"),
     "no pickle": (lambda file: file.unlink(), "has no pickled weights"),
     "several": (several, r"has 2 pickled files \(a\.bin, b\.bin\)"),
@@ -390,7 +456,9 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_left(folder, tmp_path,
 
 
 def test_a_hash_in_a_link_stands_for_the_checksums(folder, tmp_path):
-    """A folder of links into the hub's store, named by path: the hash is compared, not only believed."""
+    """A folder of links into the hub's store, named by path: the hash is compared, not only
+    believed.
+    """
     blob = tmp_path / hashlib.sha256((folder / PICKLE).read_bytes()).hexdigest()
     (folder / PICKLE).rename(blob)
     (folder / PICKLE).symlink_to(blob)
@@ -407,11 +475,14 @@ def test_a_home_that_cannot_be_written_is_named(folder, monkeypatch):
 
 
 def test_a_second_process_is_told_of_the_first(folder, tmp_path):
-    with sole_writer(tmp_path / "out", "-o"), pytest.raises(InUseError, match="--out: .*out is written by process"):
+    with (
+        sole_writer(tmp_path / "out", "-o"),
+        pytest.raises(InUseError, match="--out: .*out is written by process"),
+    ):
         convert(folder, tmp_path / "out")
 
 
-# --- damage to a conversion ---------------------------------------------------------------------------------------
+# --- damage to a conversion -----------------------------------------------------------------------
 
 
 def of_another_digit(content):
@@ -420,7 +491,8 @@ def of_another_digit(content):
 
 
 def but_one(content):
-    return content[:-2] + bytes([content[-2] ^ 1]) + content[-1:]  # of weights the lowest bit: finite as before
+    # of weights the lowest bit: finite as before
+    return content[:-2] + bytes([content[-2] ^ 1]) + content[-1:]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +511,9 @@ def test_damage_is_refused_when_opening(folder, name, change):
     done = convert(folder).path
     is_whole = isinstance(change, bytes)
     (done / name).write_bytes(change if is_whole else change((done / name).read_bytes()))
-    with pytest.raises(CheckpointError, match=rf"is damaged|no readable JSON|has changed|{MANIFEST}"):
+    with pytest.raises(
+        CheckpointError, match=(rf"is damaged|no readable JSON|has changed|{MANIFEST}")
+    ):
         open_checkpoint(done).verify()
     if is_whole:  # an unusable manifest is made anew
         open_checkpoint(convert(folder).path).verify()
@@ -465,7 +539,7 @@ def test_files_are_hashed_at_the_first_load_only(folder, monkeypatch):
     assert hashed >= {*shards}, "verify looks again"
 
 
-# --- the hub ------------------------------------------------------------------------------------------------------
+# --- the hub --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -522,13 +596,25 @@ def test_cached_pickles_are_converted_without_a_network(hub):
     "file, content, error, message",
     [
         ("model.safetensors", "", UsageError, "nothing needs converting"),
-        ("config.json", json.dumps({**SMALL_LLAMA, "architectures": ["RwkvForCausalLM"]}), FlexgenError, "RwkvFor"),
-        ("README.md", "", CheckpointError, r"and its conversion take [\d.]+ KiB and 1,000 B are free.*missing"),
+        (
+            "config.json",
+            json.dumps({**SMALL_LLAMA, "architectures": ["RwkvForCausalLM"]}),
+            FlexgenError,
+            "RwkvFor",
+        ),
+        (
+            "README.md",
+            "",
+            CheckpointError,
+            r"and its conversion take [\d.]+ KiB and 1,000 B are free.*missing",
+        ),
     ],
 )
 def test_the_hub_is_asked_for_no_weights_in_vain(hub, monkeypatch, file, content, error, message):
     (hub.source / file).write_text(content)
-    monkeypatch.setattr("flexgen_helm.checkpoint.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(
+        "flexgen_helm.checkpoint.folder.shutil.disk_usage", lambda path: SimpleNamespace(free=1000)
+    )
     with pytest.raises(error, match=message):
         convert("org/repo")
     assert not any(name.endswith(".bin") for name in hub.asked)

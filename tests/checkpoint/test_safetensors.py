@@ -1,4 +1,6 @@
-"""Every kind of damage to a safetensors folder is refused by name; an intact one is read the same in every way."""
+"""Every kind of damage to a safetensors folder is refused by name; an intact one is read the same
+in every way.
+"""
 
 import json
 import shutil
@@ -26,7 +28,11 @@ from tests.helpers.tiny_models import llama_config, save_random
 transformers = pytest.importorskip("transformers")
 
 
-FILE, SHARD, INDEX = "model.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"
+FILE, SHARD, INDEX = (
+    "model.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+)
 NORM = "model.norm.weight"
 
 
@@ -34,7 +40,12 @@ NORM = "model.norm.weight"
 def saved(tmp_path_factory):
     """Untied, with random norms, which would otherwise be ones."""
     folder = tmp_path_factory.mktemp("saved") / "llama"
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     save_random(folder, llama_config(**sizes, tie_word_embeddings=False), 3, "float32")
     return folder
 
@@ -114,18 +125,36 @@ def twice_in_the_index(folder):
 
 
 DAMAGES = {
-    "a missing tensor": (without("model.layers.1.mlp.up_proj.weight"), r"lacks the tensor model\.layers\.1\.mlp\.up_p"),
+    "a missing tensor": (
+        without("model.layers.1.mlp.up_proj.weight"),
+        r"lacks the tensor model\.layers\.1\.mlp\.up_p",
+    ),
     "a missing head": (without("lm_head.weight"), r"lm_head\.weight"),
-    "another shape": (put(NORM, torch.zeros(17)), r"model\.norm\.weight has the shape \[17\].*\[16\]"),
-    "integers": (put(NORM, torch.zeros(16, dtype=torch.int8)), r"model\.norm\.weight has the type I8"),
+    "another shape": (
+        put(NORM, torch.zeros(17)),
+        r"model\.norm\.weight has the shape \[17\].*\[16\]",
+    ),
+    "integers": (
+        put(NORM, torch.zeros(16, dtype=torch.int8)),
+        r"model\.norm\.weight has the type I8",
+    ),
     "a pickle": (only("pytorch_model.bin"), "flexgen-helm convert"),
     "a pickle of Meta": (only("consolidated.00.pth"), "flexgen-helm convert"),
     "no weights": (lambda folder: (folder / FILE).unlink(), "no weights"),
     "two files": (twice, "2 safetensors files"),
-    "a tensor twice": (twice_in_the_index, r"more\.safetensors and weights\.safetensors both have a tensor "),
-    "another architecture": (config(architectures=["RwkvForCausalLM"], model_type="rwkv"), "RwkvForCausalLM"),
+    "a tensor twice": (
+        twice_in_the_index,
+        r"more\.safetensors and weights\.safetensors both have a tensor ",
+    ),
+    "another architecture": (
+        config(architectures=["RwkvForCausalLM"], model_type="rwkv"),
+        "RwkvForCausalLM",
+    ),
     "another method": (config(quantization_config={"quant_method": "eetq"}), "eetq"),
-    "many layers": (config(num_hidden_layers=2_000_000_000), "num layers is 2000000000; at most 10,000"),
+    "many layers": (
+        config(num_hidden_layers=2_000_000_000),
+        "num layers is 2000000000; at most 10,000",
+    ),
     "more layers than stored": (config(num_hidden_layers=9000), "too few for 9000 layers"),
     "less than no layer": (config(num_hidden_layers=-1), "num layers is -1"),
     "uneven heads": (config(num_key_value_heads=3), "unevenly"),
@@ -151,7 +180,9 @@ def test_a_tied_head_need_not_exist(folder):
     open_checkpoint(folder).verify()
 
 
-@pytest.mark.parametrize("value, fits", [(65519.0, True), (-65519.0, True), (65520.0, False), (-1e5, False)])
+@pytest.mark.parametrize(
+    "value, fits", [(65519.0, True), (-65519.0, True), (65520.0, False), (-1e5, False)]
+)
 def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(folder, value, fits):
     def change(tensors):
         tensors[NORM][5] = tensors["model.embed_tokens.weight"][3, 5] = value
@@ -160,10 +191,16 @@ def test_overflow_of_float16_is_an_error_exactly_where_rounding_overflows(folder
     checkpoint = open_checkpoint(folder)
     if fits:
         assert abs(checkpoint.tensor("embed.tokens.weight")[3, 5].item()) == 65504
-        assert checkpoint.tensor("head.norm.weight")[5].item() == value  # a device may have only float16 for it
+        # a device may have only float16 for it
+        assert checkpoint.tensor("head.norm.weight")[5].item() == value
         return
-    for name, stored in (("embed.tokens.weight", "model.embed_tokens.weight"), ("head.norm.weight", NORM)):
-        with pytest.raises(CheckpointError, match=rf"tensor {stored} contains .*too large for float16"):
+    for name, stored in (
+        ("embed.tokens.weight", "model.embed_tokens.weight"),
+        ("head.norm.weight", NORM),
+    ):
+        with pytest.raises(
+            CheckpointError, match=(rf"tensor {stored} contains .*too large for float16")
+        ):
             checkpoint.tensor(name)
 
 
@@ -196,20 +233,32 @@ def test_a_matrix_that_would_vanish_in_float16_is_refused(folder, most, dtype, f
     edit_weights(folder, change)
     checkpoint = open_checkpoint(folder)
     exact = load_file(folder / "model.safetensors")[name].double()
-    error = (exact - exact.to(checkpoint.storage_dtype).double()).norm() / exact.norm().clamp(min=1e-300)
+    error = (exact - exact.to(checkpoint.storage_dtype).double()).norm() / exact.norm().clamp(
+        min=1e-300
+    )
     assert (error > 0.1) == lost and (error < 2**-8) == (not lost)
     if not lost:
         checkpoint.verify()
         return
     with pytest.raises(
-        CheckpointError, match=r"v_proj.weight would lose .*% of its norm in float16; use a copy .*bfloat16"
+        CheckpointError,
+        match=(r"v_proj.weight would lose .*% of its norm in float16; use a copy .*bfloat16"),
     ):
         checkpoint.verify()
 
 
 @pytest.mark.parametrize(
     "name",
-    [FILE, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", SHARD, INDEX, "m.gguf"],
+    [
+        FILE,
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        SHARD,
+        INDEX,
+        "m.gguf",
+    ],
 )
 def test_a_git_lfs_pointer_is_named(folder, name):
     (folder / "tokenizer.json").write_text("{}")
@@ -217,7 +266,9 @@ def test_a_git_lfs_pointer_is_named(folder, name):
         (folder / FILE).rename(folder / SHARD.replace("2-of", "1-of"))
         index = {"weight_map": {"1": SHARD.replace("2-of", "1-of"), "2": SHARD}}
         (folder / INDEX).write_text(json.dumps(index))
-    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n")
+    (folder / name).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 269060552\n"
+    )
     with pytest.raises(CheckpointError, match=rf"{name} is a Git LFS pointer .* `git lfs pull`"):
         open_files(resolve(folder / name if name == "m.gguf" else folder), EngineConfig())
         read_generation_settings(folder, EngineConfig().generation_config)
@@ -232,10 +283,16 @@ def test_the_files_that_macos_puts_beside_others_are_no_weights(folder):
 
 
 def sentinel(folder):
-    """Put code into the folder that every `auto_map` there names; returns the file that it would leave."""
+    """Put code into the folder that every `auto_map` there names; returns the file that it would
+    leave.
+    """
     ran = folder / "ran"
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass C: pass\nM = T = C\n")
-    auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}
+    auto_map = {
+        "AutoConfig": "evil.C",
+        "AutoModelForCausalLM": "evil.M",
+        "AutoTokenizer": ["evil.T", None],
+    }
     edit_config(folder, auto_map=auto_map, trust_remote_code=True)
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": auto_map, "tokenizer_class": "T", "trust_remote_code": True})
@@ -246,17 +303,22 @@ def sentinel(folder):
 def test_code_named_by_the_config_is_never_run(folder):
     ran = sentinel(folder)
     open_checkpoint(folder).verify()
-    edit_config(folder, architectures=["Phi3ForCausalLM"], model_type="phi3")  # as Microsoft publishes it
+    # as Microsoft publishes it
+    edit_config(folder, architectures=["Phi3ForCausalLM"], model_type="phi3")
     assert read_config(folder)[0].name == "phi3"
     edit_config(folder, architectures=["EvilForCausalLM"], model_type="evil")
-    with pytest.raises(UnsupportedArchitectureError, match=r"EvilForCausalLM.*auto_map.*never run") as caught:
+    with pytest.raises(
+        UnsupportedArchitectureError, match=r"EvilForCausalLM.*auto_map.*never run"
+    ) as caught:
         open_checkpoint(folder)
     assert caught.value.exit_code == 2 and not ran.exists()
 
 
 def test_the_code_would_run_where_it_is_trusted(folder, tmp_path, monkeypatch):
     """The trap of the test above is one: `transformers` runs it when told to."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(tmp_path / "modules")
     ran = sentinel(folder)
     with pytest.raises(Exception):  # noqa: B017 - what follows the import does not matter
@@ -281,7 +343,9 @@ def test_damaged_bytes_never_raise_anything_but_our_errors(folder, name, data):
     content = (folder / name).read_bytes()
     damaged = bytearray(content)
     offsets = st.integers(0, min(len(content), 4000) - 1)
-    for at, value in data.draw(st.dictionaries(offsets, st.integers(0, 255), min_size=1, max_size=8)).items():
+    for at, value in data.draw(
+        st.dictionaries(offsets, st.integers(0, 255), min_size=1, max_size=8)
+    ).items():
         damaged[at] = value
     (folder / name).write_bytes(damaged)
     with suppress(FlexgenError):

@@ -1,4 +1,6 @@
-"""Every entry of a causal model of transformers is read, bit for bit, from what `save_pretrained` writes."""
+"""Every entry of a causal model of transformers is read, bit for bit, from what `save_pretrained`
+writes.
+"""
 
 from functools import cache
 
@@ -21,7 +23,8 @@ transformers = pytest.importorskip("transformers")
 
 LLAMA, MOE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
 EXPERTS = "model.layers.1.mlp.experts"
-# One of each kind of mapping: names only, old names, stacked experts from lists and from tensors, transposed and fused.
+# One of each kind of mapping: names only, old names, stacked experts from lists and from tensors,
+# transposed and fused.
 CLASSES = [
     "LlamaForCausalLM",
     "GPTNeoXForCausalLM",
@@ -68,7 +71,9 @@ def read(reader, key, expert=None):
 
 
 def assert_equal_to(reader, model):
-    """Compare all entries with the model's, stacked ones by expert too; returns the number of those."""
+    """Compare all entries with the model's, stacked ones by expert too; returns the number of
+    those.
+    """
     state, num_stacked = model.state_dict(), 0
     assert set(reader.shapes) == set(state)
     for key, expected in state.items():
@@ -93,7 +98,10 @@ def test_shards_and_tied_heads(name, tied, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     reader = open_reader(empty, tmp_path)
     assert (assert_equal_to(reader, model) > 0) == (name != "LlamaForCausalLM")
-    assert torch.equal(read(reader, "lm_head.weight"), read(reader, "model.embed_tokens.weight")) == tied
+    assert (
+        torch.equal(read(reader, "lm_head.weight"), read(reader, "model.embed_tokens.weight"))
+        == tied
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +124,10 @@ def llama(built):
 
 def write(folder, tensors):
     folder.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -128,7 +139,10 @@ def test_a_tied_weight_may_be_stored_under_either_name_and_the_prefix_may_lack(l
     tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
     assert_equal_to(open_reader(empty, write(tmp_path / "head", tensors)), model)
     del tensors["lm_head.weight"]
-    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.embed_tokens\.weight, which its config\.json"):
+    with pytest.raises(
+        CheckpointError,
+        match=(r"lacks the tensor model\.embed_tokens\.weight, which its config\.json"),
+    ):
         open_reader(empty, write(tmp_path / "none", tensors))
 
 
@@ -141,12 +155,24 @@ FAULTS = [
         rf"tensor {UP} has the shape \[47, 32\] as {UP}, but its config.json ",
     ),
     (LLAMA, lambda t: t.update({UP: t[UP].to(torch.int8)}), f"tensor {UP} has the type I8"),
-    (LLAMA, lambda t: t.update({UP.replace("weight", "bias"): torch.ones(48)}), "bias would change what is computed"),
+    (
+        LLAMA,
+        lambda t: t.update({UP.replace("weight", "bias"): torch.ones(48)}),
+        "bias would change what is computed",
+    ),
     (LLAMA, lambda t: t.update({UP.removeprefix("model."): torch.ones(48, 32)}), "are both"),
     (MOE, lambda t: t.pop(f"{EXPERTS}.0.gate_proj.weight"), EXPERTS),
-    (MOE, lambda t: [t.pop(f"{EXPERTS}.3.{part}_proj.weight") for part in ("gate", "up", "down")], EXPERTS),
+    (
+        MOE,
+        lambda t: [t.pop(f"{EXPERTS}.3.{part}_proj.weight") for part in ("gate", "up", "down")],
+        EXPERTS,
+    ),
     # Shapes alone would not show that expert 1 lacks and that the others have moved up.
-    (MOE, lambda t: [t.update({n.replace(f"{EXPERTS}.1.", f"{EXPERTS}.9."): t.pop(n)}) for n in [*t]], "from 0 on"),
+    (
+        MOE,
+        lambda t: [t.update({n.replace(f"{EXPERTS}.1.", f"{EXPERTS}.9."): t.pop(n)}) for n in [*t]],
+        "from 0 on",
+    ),
 ]
 
 
@@ -177,7 +203,9 @@ def test_an_expert_is_read_alone(name, tmp_path, monkeypatch):
     reader = open_reader(empty, tmp_path)
     key = next(key for key in reader.shapes if key.endswith("experts.down_proj"))
     sizes, original = [], StoredTensor.read
-    monkeypatch.setattr(StoredTensor, "read", lambda *given: (sizes.append(given[2]), original(*given))[1])
+    monkeypatch.setattr(
+        StoredTensor, "read", lambda *given: (sizes.append(given[2]), original(*given))[1]
+    )
     read(reader, key, 2)
     one = sum(sizes)
     read(reader, key)
@@ -188,21 +216,27 @@ def test_an_expert_is_read_alone(name, tmp_path, monkeypatch):
 
 
 def quantized(tensors, quantize, columns):
-    """Tensors with each expert's matrix of a multiple of so many columns quantized, and the values of all."""
+    """Tensors with each expert's matrix of a multiple of so many columns quantized, and the values
+    of all.
+    """
     stored, values = {}, {}
     for name, tensor in tensors.items():
         stored[name] = values[name] = tensor
         if "experts." in name and tensor.shape[1] % columns == 0:
             parts, values[name] = quantize(np.random.default_rng(len(values)), *tensor.shape)
             del stored[name]
-            stored |= {f"{name.removesuffix('weight')}{ending}": part for ending, part in parts.items()}
+            stored |= {
+                f"{name.removesuffix('weight')}{ending}": part for ending, part in parts.items()
+            }
     return stored, values
 
 
 def assert_merged(values, merged):
     """merged(expert, 'gate_up') -> matrix."""
     for expert in range(4):
-        gate, up, down = (values[f"{EXPERTS}.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gate, up, down = (
+            values[f"{EXPERTS}.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
         assert torch.equal(merged(expert, "gate_up"), torch.cat([gate, up]))
         assert torch.equal(merged(expert, "down"), down)
 

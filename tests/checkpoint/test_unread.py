@@ -26,7 +26,8 @@ def folder(request, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["self_attn.q_proj.bias", "self_attn.q_proj.lora_B.default.weight", "mlp.down_proj.scale"]
+    "name",
+    ["self_attn.q_proj.bias", "self_attn.q_proj.lora_B.default.weight", "mlp.down_proj.scale"],
 )
 def test_what_would_change_a_number_is_refused_by_name(folder, name):
     edit_weights(folder, lambda tensors: tensors.update({LAYER + name: torch.ones(48)}))
@@ -45,7 +46,9 @@ def test_what_changes_no_number_is_passed_over_and_another_models_tensors_are_na
     events = []
     with progress.observed_by(events.append):
         open_checkpoint(folder)
-    assert any("v_head.summary, vision_tower.encoder" in getattr(event, "text", "") for event in events)
+    assert any(
+        "v_head.summary, vision_tower.encoder" in getattr(event, "text", "") for event in events
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,11 @@ def clean(capsys: pytest.CaptureFixture[str], *arguments: str, expect: int = 0) 
 
 
 def files(home: Path) -> set[str]:
-    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    return {
+        str(path.relative_to(home))
+        for path in home.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
 
 
 def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
@@ -75,7 +79,9 @@ def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
     assert WEIGHTS in said.out and "today" in said.out and "7 items" in said.err
 
 
-def test_only_what_is_named_goes_and_only_with_yes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_named_goes_and_only_with_yes(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = files(home)
     assert set(clean(capsys, "offload/*")) == {WEIGHTS, DEAD}
     assert files(home) == before
@@ -146,7 +152,9 @@ USES = {answers_are_open: ANSWERS, an_engine_runs: WEIGHTS, a_conversion_runs: C
 
 
 @pytest.mark.parametrize("use, name", USES.items(), ids=[use.__name__ for use in USES])
-def test_what_a_process_uses_stays(home: Path, capsys: pytest.CaptureFixture[str], use: Any, name: str) -> None:
+def test_what_a_process_uses_stays(
+    home: Path, capsys: pytest.CaptureFixture[str], use: Any, name: str
+) -> None:
     with use(home):
         assert clean(capsys)[name]["is_in_use"]
         items = clean(capsys, name, "--yes", expect=1)

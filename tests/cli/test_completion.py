@@ -10,7 +10,11 @@ from tests.helpers.console_script import run_script
 
 def complete(line: str) -> list[str]:
     """What is offered at the end of a command line."""
-    done = run_script(_FLEXGEN_HELM_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(line.split(" ")) - 1))
+    done = run_script(
+        _FLEXGEN_HELM_COMPLETE="complete_bash",
+        COMP_WORDS=line,
+        COMP_CWORD=str(len(line.split(" ")) - 1),
+    )
     assert done.code == 0 and not done.err and not done.heavy
     return done.out.split()
 
@@ -20,7 +24,10 @@ def complete(line: str) -> list[str]:
     "line, offered",
     [
         ("flexgen-helm run -r x -m 5 --skip-c", ["--skip-completed-runs"]),
-        ("flexgen-helm run --precision fp16,4bit-", ["fp16,4bit-cache", "fp16,4bit-s", "fp16,4bit-weights"]),
+        (
+            "flexgen-helm run --precision fp16,4bit-",
+            ["fp16,4bit-cache", "fp16,4bit-s", "fp16,4bit-weights"],
+        ),
         ("flexgen-helm fetch ", list(CATALOG)),
         ("flexgen-helm run --models-to-run flexgen/opt-12", ["flexgen/opt-125m"]),
     ],

@@ -11,7 +11,18 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.cli import doctor as module
 
-NAMES = ("python", "packages", "tested", "plugin", "torch", "GPU", "memory", "disk", "offline data", "weights")
+NAMES = (
+    "python",
+    "packages",
+    "tested",
+    "plugin",
+    "torch",
+    "GPU",
+    "memory",
+    "disk",
+    "offline data",
+    "weights",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +39,10 @@ def doctor(capsys, *argv):
     assert found["ok"] == (code == 0)
     for check in found["checks"]:
         assert check["status"] == "failed" or (check["remedy"] is None) == (check["status"] == "ok")
-    return {check["name"]: (check["status"], f"{check['found']} {check['remedy']}") for check in found["checks"]}
+    return {
+        check["name"]: (check["status"], f"{check['found']} {check['remedy']}")
+        for check in found["checks"]
+    }
 
 
 def versions(monkeypatch, **changed):
@@ -38,7 +52,10 @@ def versions(monkeypatch, **changed):
 
 
 def untested(monkeypatch, tmp_path):
-    tested = {"transformers": ["5.20.0", "5.23.0"], "torch": [module._installed("torch").partition("+")[0]]}
+    tested = {
+        "transformers": ["5.20.0", "5.23.0"],
+        "torch": [module._installed("torch").partition("+")[0]],
+    }
     monkeypatch.setattr("flexgen_helm.engine.proof.proved_table", lambda: {"tested": tested})
     versions(monkeypatch, transformers="5.99.0")
 
@@ -65,8 +82,8 @@ BROKEN = {
     "plugin": (lambda m, t: m.setattr(module, "_python_subprocess", lambda *_: "no"), "failed", ": no Mend"),
     "torch": (lambda m, t: broken(m), "failed", "libcudart is missing Report this with"),
     "memory": (
-        lambda m, t: m.setattr(module, "host_memory", lambda: SimpleNamespace(available=1, total=2, group_limit=2)),
-        "warning",
+        lambda m,
+        t: m.setattr(module, "host_memory", lambda: SimpleNamespace(available=1, total=2, group_limit=2)), "warning",
         "a container, or a job of a cluster) Close other programs",
     ),
     "disk": (
@@ -74,7 +91,8 @@ BROKEN = {
         "warning",
         "name another folder in FLEXGEN_HELM_HOME",
     ),
-    "offline data": (lambda m, t: data(m, t), "failed", "which is no folder Name an existing folder"),
+    "offline "
+    "data": (lambda m, t: data(m, t), "failed", "which is no folder Name an existing folder"),
     "offline data, unread": (
         lambda m, t: data(m, t, "mmlu", "lambada_openai_test.jsonl"),
         "ok",

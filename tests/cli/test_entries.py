@@ -1,4 +1,6 @@
-"""`flexgen-helm entries`: every entry can be pasted, and its data is found where the scenarios look for it."""
+"""`flexgen-helm entries`: every entry can be pasted, and its data is found where the scenarios look
+for it.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,19 @@ def test_helm_can_run_every_entry(
         if data is None:
             assert row["is_here"] and row["needs"] == "nothing"
         elif data.scenario is not None:  # HELM's folder has the scenario's own name
-            assert data.scenario == scenario.name and row["place"] == f"benchmark_output/scenarios/{scenario.name}"
+            assert (
+                data.scenario == scenario.name
+                and row["place"] == f"benchmark_output/scenarios/{scenario.name}"
+            )
         if row["source"] == "HELM":
             assert specs[0].scenario_spec.class_name.startswith("helm.")
 
 
 def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     by_default, found = rows(capsys), rows(capsys, "--all")
-    leaderboards = {row["source"] for row in found.values()} - {row["source"] for row in by_default.values()}
+    leaderboards = {row["source"] for row in found.values()} - {
+        row["source"] for row in by_default.values()
+    }
     assert leaderboards == {path.name for path in (ROOT / "runs").glob("helm_*.conf")}
     shipped = {
         re.sub(r"model=flexgen/smollm2-135m-instruct-q4_1,?", "", entry.description).rstrip(",:")
@@ -68,7 +75,12 @@ def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> No
         for entry in read_run_entries([str(conf)]).entries
     }
     assert shipped <= set(found)
-    assert {"lambada:mode=accuracy", "wikitext", "simple_mcqa_scored", "error_detection:dataset=Hospital"} <= shipped
+    assert {
+        "lambada:mode=accuracy",
+        "wikitext",
+        "simple_mcqa_scored",
+        "error_detection:dataset=Hospital",
+    } <= shipped
     assert all(row["source"] == "HELM" for entry, row in found.items() if entry not in shipped)
 
 
@@ -86,13 +98,23 @@ def test_data_is_found_where_the_scenarios_look_for_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not any(row["is_here"] for row in rows(capsys).values() if row["needs"] != "nothing")
-    monkeypatch.setenv("FLEXGEN_HELM_DATA", str(write_data(tmp_path / "data", FAKE_PASSAGES, PAGES)))
+    monkeypatch.setenv(
+        "FLEXGEN_HELM_DATA", str(write_data(tmp_path / "data", FAKE_PASSAGES, PAGES))
+    )
     tables = tmp_path / "elsewhere" / "scenarios" / "error_detection" / "data" / "Hospital"
     tables.mkdir(parents=True)
     for name in error_detection.FILES:
         (tables / name).write_text("x")
     for split in ("dev", "test"):
-        path = tmp_path / "elsewhere" / "scenarios" / "mmlu" / "data" / split / f"us_foreign_policy_{split}.csv"
+        path = (
+            tmp_path
+            / "elsewhere"
+            / "scenarios"
+            / "mmlu"
+            / "data"
+            / split
+            / f"us_foreign_policy_{split}.csv"
+        )
         path.parent.mkdir(parents=True)
         path.write_text("x")
     found = rows(capsys, "-o", "elsewhere")
@@ -104,11 +126,17 @@ def test_data_is_found_where_the_scenarios_look_for_it(
         "error_detection:dataset=Hospital",
         "mmlu:subject=us_foreign_policy",
     }
-    assert found["wikitext"]["folder"] == str(tmp_path / "data") and len(wikitext.read_pages()) == len(PAGES)
+    assert found["wikitext"]["folder"] == str(tmp_path / "data") and len(
+        wikitext.read_pages()
+    ) == len(PAGES)
     for folder in ("hf/datasets/wmt14/cs-en", "elsewhere/scenarios/ifeval/data/google___if_eval"):
         (tmp_path / folder).mkdir(parents=True)
     found = rows(capsys, "helm_", "-o", "elsewhere")
-    here = {entry for entry, row in found.items() if row["is_here"] and row["source"] != "helm_lite_instruct.conf"}
+    here = {
+        entry
+        for entry, row in found.items()
+        if row["is_here"] and row["source"] != "helm_lite_instruct.conf"
+    }
     assert here == {"ifeval", "wmt_14:language_pair=cs-en,follow_format_instructions=instruct"}
     assert found["ifeval"]["place"] == "elsewhere/scenarios/ifeval"
     assert found["mmlu_pro:subject=all"]["place"] == str(tmp_path / "hf" / "datasets")
@@ -120,7 +148,9 @@ def test_data_is_found_where_the_scenarios_look_for_it(
     assert str(tmp_path / "data") in capsys.readouterr().out.replace("\n", "")
 
 
-def test_entries_are_filtered_and_all_scenarios_have_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_entries_are_filtered_and_all_scenarios_have_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert set(rows(capsys, "LAMBADA")) == {"lambada:mode=accuracy", "lambada:mode=perplexity"}
     every = rows(capsys, "--all")
     assert len(every) > 250 and every["boolq"]["needs"] == "its own data" and "mmlu" not in every

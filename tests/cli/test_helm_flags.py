@@ -1,4 +1,6 @@
-"""The flags of helm-run that `run` lists are HELM's own; what HELM would refuse is refused before it is imported."""
+"""The flags of helm-run that `run` lists are HELM's own; what HELM would refuse is refused before
+it is imported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.helpers.console_script import run_script
 from tests.helpers.flags import record_suites
 
 
-def differences(flags: tuple[HelmFlag, ...], parser: ArgumentParser) -> dict[str, tuple[object, object]]:
+def differences(
+    flags: tuple[HelmFlag, ...], parser: ArgumentParser
+) -> dict[str, tuple[object, object]]:
     """What the table and HELM's parser say differently of a flag; () for one that is not there."""
     ours = {
         name: (flag.metavar is not None, flag.nargs, flag.type if flag.metavar else str)
@@ -27,7 +31,11 @@ def differences(flags: tuple[HelmFlag, ...], parser: ArgumentParser) -> dict[str
         if action.dest != "help"
     }
     names = ours.keys() | theirs.keys()
-    return {name: (ours.get(name, ()), theirs.get(name, ())) for name in names if ours.get(name) != theirs.get(name)}
+    return {
+        name: (ours.get(name, ()), theirs.get(name, ()))
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    }
 
 
 def test_the_flags_are_those_of_helms_parser():
@@ -36,8 +44,12 @@ def test_the_flags_are_those_of_helms_parser():
     parser = build_parser()
     assert differences(HELM_FLAGS, parser) == {}
     assert set(differences(HELM_FLAGS[1:], parser)) == {"-r", "--run-entries"}  # missing
-    assert set(differences((*HELM_FLAGS, HelmFlag("--invented", None, "")), parser)) == {"--invented"}
-    as_switch = tuple(flag._replace(metavar=None) if "--suite" in flag.names else flag for flag in HELM_FLAGS)
+    assert set(differences((*HELM_FLAGS, HelmFlag("--invented", None, "")), parser)) == {
+        "--invented"
+    }
+    as_switch = tuple(
+        flag._replace(metavar=None) if "--suite" in flag.names else flag for flag in HELM_FLAGS
+    )
     assert set(differences(as_switch, parser)) == {"--suite"}
 
 
@@ -57,7 +69,12 @@ def test_the_help_lists_them_beside_the_engine_flags(words, columns):
     assert shown.code == 0 and not shown.heavy
     assert shown.out.index("─ HELM ─") < shown.out.index("─ Engine ─")
     assert "<bool>" not in shown.out and max(map(len, shown.out.splitlines())) <= int(columns)
-    listed = {word for line in shown.out.splitlines() for word in line.split()[1:3] if word.startswith("-")}
+    listed = {
+        word
+        for line in shown.out.splitlines()
+        for word in line.split()[1:3]
+        if word.startswith("-")
+    }
     assert {name for flag in HELM_FLAGS for name in flag.names if flag.help} <= listed
 
 

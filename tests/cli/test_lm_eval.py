@@ -23,7 +23,13 @@ def few_tasks(tmp_path, monkeypatch):
 
 def arguments(model, tasks, out, *names):
     return [
-        *("lm-eval", "--model_args", f"pretrained={model},cpu_memory=1GiB,device=cpu", "--include_path", str(tasks)),
+        *(
+            "lm-eval",
+            "--model_args",
+            f"pretrained={model},cpu_memory=1GiB,device=cpu",
+            "--include_path",
+            str(tasks),
+        ),
         *("--tasks", *names, "--output_path", str(out), "--log_samples"),
     ]
 
@@ -36,7 +42,9 @@ def results(out):
 def samples(out):
     """Task -> what was asked and answered."""
     lines = [
-        json.loads(line) for file in sorted(out.rglob("samples_*.jsonl")) for line in file.read_text().splitlines()
+        json.loads(line)
+        for file in sorted(out.rglob("samples_*.jsonl"))
+        for line in file.read_text().splitlines()
     ]
     return [(line["arguments"], line["resps"]) for line in lines]
 
@@ -76,7 +84,12 @@ def test_what_cannot_be_is_refused_with_one_sentence(tasks, few_tasks, capfd, wo
 
 
 def test_a_misspelt_argument_is_refused_before_tasks_are_looked_for(few_tasks, capfd):
-    words = ["--tasks", "no-such-task", "--model_args", "pretrained=llama,max_length=64,precison=4bit"]
+    words = [
+        "--tasks",
+        "no-such-task",
+        "--model_args",
+        "pretrained=llama,max_length=64,precison=4bit",
+    ]
     assert cli.main(["lm-eval", *words]) == 2
     assert "precison='4bit' is not supported; did you mean precision" in capfd.readouterr().err
 
@@ -84,10 +97,18 @@ def test_a_misspelt_argument_is_refused_before_tasks_are_looked_for(few_tasks, c
 def test_data_that_must_come_from_the_hub_is_named_with_the_guide(tiny, tmp_path, few_tasks, capfd):
     """The run of the tests is offline."""
     (tmp_path / "far.yaml").write_text(
-        "task: far\ndataset_path: nobody/has-this\ntest_split: test\ndoc_to_text: x\ndoc_to_target: y\n"
+        "task: far\ndataset_path: nobody/has-this\ntest_split: test\ndoc_to_text: x\n"
+        "doc_to_target: y\n"
         "output_type: generate_until\nmetric_list: [{metric: exact_match}]\n"
     )
-    words = ["--model_args", f"pretrained={tiny('llama').path}", "--include_path", str(tmp_path), "--tasks", "far"]
+    words = [
+        "--model_args",
+        f"pretrained={tiny('llama').path}",
+        "--include_path",
+        str(tmp_path),
+        "--tasks",
+        "far",
+    ]
     assert cli.main(["lm-eval", *words]) == 2
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert "nobody/has-this" in last and "set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)" in last
@@ -106,4 +127,7 @@ def test_an_interruption_says_how_to_go_on(monkeypatch, capsys):
     monkeypatch.setattr("flexgen_helm.harnesses.lm_eval.run_command", interrupted)
     assert cli.main(["lm-eval", "--tasks", LAST_WORD]) == 130
     said = capsys.readouterr().err
-    assert "finished answers are stored" in said and f"Go on with:\n  flexgen-helm lm-eval --tasks {LAST_WORD}" in said
+    assert (
+        "finished answers are stored" in said
+        and f"Go on with:\n  flexgen-helm lm-eval --tasks {LAST_WORD}" in said
+    )

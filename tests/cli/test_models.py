@@ -46,7 +46,9 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("arguments", [["models", "opt"], ["entries"], ["models", "qwen", "--json"]])
+@pytest.mark.parametrize(
+    "arguments", [["models", "opt"], ["entries"], ["models", "qwen", "--json"]]
+)
 def test_they_need_neither_heavy_imports_nor_the_network(arguments: list[str]) -> None:
     code = (
         "import socket, sys\n"
@@ -58,7 +60,12 @@ def test_they_need_neither_heavy_imports_nor_the_network(arguments: list[str]) -
     )
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     assert not [
@@ -75,8 +82,15 @@ def test_the_whole_catalog_is_listed(capsys: pytest.CaptureFixture[str]) -> None
     found = rows(capsys)
     assert set(found) == set(CATALOG) and list(found)[0] == WHEEL_MODEL
     opt = found["opt-6.7b"]
-    assert (opt["parameters"], opt["architecture"], opt["hub_repo"]) == (6_658_473_984, "opt", "facebook/opt-6.7b")
-    assert opt["bytes"]["fp16"] == 2 * 6_658_473_984 and opt["bytes"]["4bit"] < 0.32 * opt["bytes"]["fp16"]
+    assert (opt["parameters"], opt["architecture"], opt["hub_repo"]) == (
+        6_658_473_984,
+        "opt",
+        "facebook/opt-6.7b",
+    )
+    assert (
+        opt["bytes"]["fp16"] == 2 * 6_658_473_984
+        and opt["bytes"]["4bit"] < 0.32 * opt["bytes"]["fp16"]
+    )
     assert not any(row["is_here"] for row in found.values())
 
 
@@ -96,16 +110,25 @@ def test_a_pattern_is_looked_for_in_three_columns(
     assert set(rows(capsys, pattern)) == expected
 
 
-def test_no_match_is_one_sentence_with_the_closest_names(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_match_is_one_sentence_with_the_closest_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["models", "opt6.7b"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and "did you mean opt-6.7b?" in captured.err
+    assert (
+        captured.out == ""
+        and captured.err.count("\n") == 1
+        and "did you mean opt-6.7b?" in captured.err
+    )
     assert cli.main(["models", "zzzz"]) == 2
     assert "`flexgen-helm models` lists all names" in capsys.readouterr().err
 
 
 def test_what_is_on_this_machine(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     embedded = tmp_path / "home" / "models" / WHEEL_MODEL / GGUF_NAME
     embedded.parent.mkdir(parents=True)
@@ -122,7 +145,9 @@ def test_what_is_on_this_machine(
     converted = tmp_path / "home" / "converted" / "facebook--opt-1.3b" / commit
     converted.mkdir(parents=True)
     (converted / "flexgen_conversion.json").write_text("{}")
-    (tmp_path / "models.yaml").write_text(f"mine: {tiny('qwen3').path}\nlost: nowhere\nalias: opt-125m\n")
+    (tmp_path / "models.yaml").write_text(
+        f"mine: {tiny('qwen3').path}\nlost: nowhere\nalias: opt-125m\n"
+    )
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", "models.yaml")
     monkeypatch.setattr("flexgen_helm.planner.weight_placement.fit", lambda *_: "in memory")
     found = rows(capsys)
@@ -143,11 +168,15 @@ def test_what_is_on_this_machine(
     assert not rows(capsys, WHEEL_MODEL)[WHEEL_MODEL]["is_here"]
 
 
-def test_what_fits_is_said_in_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_is_said_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine({"gpu": 14 * GIB, "cpu": 20 * GIB, "disk": 60 * GIB}, "the GPU has 14 GiB")
     monkeypatch.setattr(models_command, "this_machine", lambda: machine)
     found = rows(capsys, "opt-")
-    assert {name: found[name]["fits"]["fp16"] for name in ("opt-6.7b", "opt-13b", "opt-30b", "opt-175b")} == {
+    assert {
+        name: found[name]["fits"]["fp16"] for name in ("opt-6.7b", "opt-13b", "opt-30b", "opt-175b")
+    } == {
         "opt-6.7b": "in GPU memory",
         "opt-13b": "offloaded to disk",
         "opt-30b": "too large for the disk",  # with its download
@@ -161,7 +190,9 @@ def test_what_fits_is_said_in_words(capsys: pytest.CaptureFixture[str], monkeypa
     assert "The GPU has 14 GiB" in " ".join(lines)
 
 
-def test_a_gpu_counts_if_the_saved_profile_knows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_counts_if_the_saved_profile_knows_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import SavedProfile, save
     from flexgen_helm.hardware.profile import load_profile

@@ -54,9 +54,9 @@ def test_sizes(text, size):
 
 
 ALL_FLAGS = [
-    "--precision", "4bit", "--policy", "1x1,0,100,0,100,0,100", "--schedule", "row", "--gpu-memory", "1GiB",
-    "--disk", "5B", "--offload-dir", "x", "--device", "sim", "--link", "12,8.5", "--no-overlap", "--no-cpu-attention",
-    "--dummy-weights", "7",
+    "--precision", "4bit", "--policy", "1x1,0,100,0,100,0,100", "--schedule", "row", "--gpu-memory",
+    "1GiB", "--disk", "5B", "--offload-dir", "x", "--device", "sim", "--link", "12,8.5",
+    "--no-overlap", "--no-cpu-attention", "--dummy-weights", "7",
 ]  # fmt: skip
 
 
@@ -80,7 +80,9 @@ def test_flags_become_options():
     assert options_of("--policy", "auto") == {"policy": "auto"}
 
 
-@pytest.mark.parametrize("flags", [ALL_FLAGS, ["--dummy-weights"], ["--max-latency", "9", "--gpu-memory", "1.5GB"], []])
+@pytest.mark.parametrize(
+    "flags", [ALL_FLAGS, ["--dummy-weights"], ["--max-latency", "9", "--gpu-memory", "1.5GB"], []]
+)
 def test_options_become_the_flags_that_stand_for_them(flags):
     options = options_of(*flags)
     assert options_of(*to_arguments(options)) == options
@@ -92,7 +94,11 @@ def test_a_size_as_flags_take_it_is_exact(num_bytes):
 
 
 def test_a_duration_has_two_units_that_people_can_picture():
-    assert [spelled_duration(seconds) for seconds in (4.21, 559, 2_010_120)] == ["4.21 s", "9 min 19 s", "23 d 6 h"]
+    assert [spelled_duration(seconds) for seconds in (4.21, 559, 2_010_120)] == [
+        "4.21 s",
+        "9 min 19 s",
+        "23 d 6 h",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,12 @@ def test_an_option_of_one_value_is_given_once(monkeypatch, capsys):
     monkeypatch.setattr("flexgen_helm.cli.app.command_line", cache(command_line))
     for name, command in command_line().commands.items():
         for param in command.params:
-            takes_one = not (param.param_type_name == "argument" or param.is_flag or param.multiple or param.count)
+            takes_one = not (
+                param.param_type_name == "argument"
+                or param.is_flag
+                or param.multiple
+                or param.count
+            )
             if takes_one and not str(param.metavar).endswith("…"):
                 option, known = max(param.opts, key=len), known + 1
                 words = ["-r", "gsm:model=flexgen/opt-125m"] if name == "run" else []
@@ -148,20 +159,29 @@ def test_entries_given_twice_are_all_run(monkeypatch):
     from helm.benchmark.run import build_parser
 
     calls = record_suites(monkeypatch)
-    entries = [f"{name}:model=flexgen/opt-125m" for name in ("simple_mcqa", "simple_mcqa_scored", "gsm")]
+    entries = [
+        f"{name}:model=flexgen/opt-125m" for name in ("simple_mcqa", "simple_mcqa_scored", "gsm")
+    ]
     words = ["-r", entries[0], entries[1], "-m", "1", f"--run-entries={entries[2]}"]
     assert cli.main(["run", *words]) == 0
     ((passed, _),) = calls
     assert build_parser().parse_args([*passed, "--suite", "s"]).run_entries == entries
-    assert cli.main(["run", *words, "-r", "no_such_scenario:model=flexgen/opt-125m"]) == 2, "all are checked"
+    assert cli.main(["run", *words, "-r", "no_such_scenario:model=flexgen/opt-125m"]) == 2, (
+        "all are checked"
+    )
     assert len(calls) == 1
 
 
 def test_a_suite_has_one_writer(monkeypatch, tmp_path):
-    """A second run while the first one computes; without a home that can be written, nobody is refused."""
+    """A second run while the first one computes; without a home that can be written, nobody is
+    refused.
+    """
     from flexgen_helm.plugin import suite
 
-    home, words = tmp_path / "home", ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--suite"]
+    home, words = (
+        tmp_path / "home",
+        ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1", "--suite"],
+    )
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
     monkeypatch.chdir(tmp_path)
     codes = {}
@@ -175,23 +195,37 @@ def test_a_suite_has_one_writer(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "run_suite", run_suite)
     assert cli.main([*words, "mine"]) == 0 and (codes["mine"], codes["other"]) == (1, 0)
     log = "".join(file.read_text() for file in (home / "logs").iterdir())
-    assert f"--suite: benchmark_output/runs/mine is written by process {os.getpid()}; wait until that has ended" in log
+    assert (
+        f"--suite: benchmark_output/runs/mine is written by process {os.getpid()}; wait until that "
+        "has ended" in log
+    )
     assert cli.main([*words, "mine"]) == 0
     with read_only(home):
         assert cli.main([*words, "mine"]) == 0
 
 
-def test_folders_that_cannot_be_written_are_named_before_helm_is_imported(tmp_path, monkeypatch, capsys):
+def test_folders_that_cannot_be_written_are_named_before_helm_is_imported(
+    tmp_path, monkeypatch, capsys
+):
     words = ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1"]
     calls = record_suites(monkeypatch)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with read_only(tmp_path / "here"):
         os.chdir(tmp_path / "here")  # into what is mounted
-        for more, named in ([], "-o benchmark_output"), (["-o", str(tmp_path)], "--local-path prod_env"):
+        for more, named in (
+            ([], "-o benchmark_output"),
+            (["-o", str(tmp_path)], "--local-path prod_env"),
+        ):
             assert cli.main([*words, *more]) == 2
-            assert f"{named} cannot be written: Read-only file system; name another folder" in capsys.readouterr().err
-        assert cli.main([*words, "-o", str(tmp_path), "--local-path", str(tmp_path / "env")]) == 0 and len(calls) == 1
+            assert (
+                f"{named} cannot be written: Read-only file system; name another folder"
+                in capsys.readouterr().err
+            )
+        assert (
+            cli.main([*words, "-o", str(tmp_path), "--local-path", str(tmp_path / "env")]) == 0
+            and len(calls) == 1
+        )
         os.chdir(tmp_path)
 
 
@@ -234,12 +268,19 @@ def test_fetch_prints_the_path(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == f"{tmp_path}\n"
 
 
-def test_what_was_measured_is_printed_even_where_it_cannot_be_written(monkeypatch, capsys, tmp_path):
+def test_what_was_measured_is_printed_even_where_it_cannot_be_written(
+    monkeypatch, capsys, tmp_path
+):
     from flexgen_helm.engine import machine_profile
     from flexgen_helm.hardware.profile import load_profile
 
-    monkeypatch.setattr(machine_profile, "measured_profile", lambda **settings: load_profile("laptop"))
+    monkeypatch.setattr(
+        machine_profile, "measured_profile", lambda **settings: load_profile("laptop")
+    )
     assert cli.main(["profile", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)
-    assert captured.err == f"flexgen-helm: {tmp_path} cannot be written: Is a directory; name another with --out\n"
+    assert (
+        captured.err
+        == f"flexgen-helm: {tmp_path} cannot be written: Is a directory; name another with --out\n"
+    )

@@ -34,7 +34,10 @@ def test_the_table_says_what_lives_where_and_why():
     assert done.returncode == 0, done.stderr
     for words in ("KV cache", "generated tokens/s", " sequences/h: ", "Bound by the "):
         assert words in done.stdout
-    assert "schedule zigzag" in done.stdout and "Prompts that begin alike are not counted here" in done.stdout
+    assert (
+        "schedule zigzag" in done.stdout
+        and "Prompts that begin alike are not counted here" in done.stdout
+    )
     assert "When it is interrupted: a stop costs at most" in done.stdout
     assert "opt-30b on a100: 500 prompts of 512 tokens, 32 generated tokens each" in done.stdout
 
@@ -49,7 +52,10 @@ def test_the_first_line_is_the_time_in_all_precisions():
     found = json.loads(plan(*few, "--num-seqs", "2000", "--json").stdout)
     first = plan(*few, "--num-seqs", "2000").stdout.splitlines()[0]
     time = r"([\d.]+ [a-z]+)"
-    words = rf"About {time} \({time} to {time}\) for 2,000 prompts in fp16; 8bit: {time}, 4bit: {time}\."
+    words = (
+        rf"About {time} \({time} to {time}\) for 2,000 prompts in fp16; 8bit: {time}, 4bit: "
+        rf"{time}\."
+    )
     told = [in_seconds(text) for text in re.fullmatch(words, first).groups()]
     seconds = [found["precisions"][name]["latency_s"] for name in ("fp16", "8bit", "4bit")]
     seconds[1:1] = found["range"]["latency_s"]
@@ -57,7 +63,9 @@ def test_the_first_line_is_the_time_in_all_precisions():
     # Blocks of other precisions have other sizes, so their times are no comparison.
     assert re.fullmatch(rf"About {time} \({time} to {time}\) for a block of \d+ sequences in fp16\.",
                         plan(*few).stdout.splitlines()[0])  # fmt: skip
-    given = plan("--model", "opt-175b", *LENGTHS, "--hardware", "t4", "--policy", POLICY).stdout.splitlines()
+    given = plan(
+        "--model", "opt-175b", *LENGTHS, "--hardware", "t4", "--policy", POLICY
+    ).stdout.splitlines()
     assert re.fullmatch(r"Does not fit: needs \d+ GiB in memory, t4 has 174 GiB\.", given[0])
     assert not any("Bound by" in line for line in given)
 
@@ -82,9 +90,16 @@ def test_one_plan_compares_precisions_with_a_range():
 
 
 def test_the_table_of_precisions_has_a_row_without_a_plan():
-    """A single sequence of 8 bits takes longer than 4.67 s, because of its head; of 16 and of 4 bits it does not."""
-    shown = plan("--model", "opt-6.7b", *LENGTHS, "--hardware", "t4", "--max-latency", "4.67").stdout
-    assert " (2.37 s to 3.7 s) for a block of " in shown and "\nThe range: rates fitted to the paper's T4" in shown
+    """A single sequence of 8 bits takes longer than 4.67 s, because of its head; of 16 and of 4
+    bits it does not.
+    """
+    shown = plan(
+        "--model", "opt-6.7b", *LENGTHS, "--hardware", "t4", "--max-latency", "4.67"
+    ).stdout
+    assert (
+        " (2.37 s to 3.7 s) for a block of " in shown
+        and "\nThe range: rates fitted to the paper's T4" in shown
+    )
     rows = [line for line in shown.splitlines() if line.startswith(("8bit ", "4bit "))]
     assert len(rows) == 2 and "no plan" in rows[0] and rows[1].endswith("3.73 s to 5.83 s")
     asked = plan("--model", "opt-125m", *LENGTHS, "--hardware", "t4", "--precision", "8bit").stdout
@@ -95,18 +110,24 @@ def test_the_table_of_precisions_has_a_row_without_a_plan():
 def test_the_part_that_bounds_a_plan_is_named_with_what_it_would_save(tmp_path, policy):
     """As much as is predicted for a machine whose disk has twice the rates."""
     t4 = load_profile("t4")
-    disk = replace(t4.disk, read_bytes_s=t4.disk.read_bytes_s * 2, write_bytes_s=t4.disk.write_bytes_s * 2)
+    disk = replace(
+        t4.disk, read_bytes_s=t4.disk.read_bytes_s * 2, write_bytes_s=t4.disk.write_bytes_s * 2
+    )
     fast = tmp_path / "fast.json"
     fast.write_text(json.dumps(replace(t4, disk=disk).to_json()))
     few = ("--model", "opt-175b", "--policy", policy, *LENGTHS, "--json")
-    usual, faster = (json.loads(plan(*few, "--hardware", machine).stdout) for machine in ("t4", str(fast)))
+    usual, faster = (
+        json.loads(plan(*few, "--hardware", machine).stdout) for machine in ("t4", str(fast))
+    )
     saved = 1 - faster["predicted"]["latency_s"] / usual["predicted"]["latency_s"]
     words = "halves the time" if saved > 0.45 else f"saves {100 * saved:.0f} % of the time"
     assert saved > 0.3 and usual["why"] == f"Bound by the disk: twice as fast {words}."
 
 
 def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
-    """Of the folder that --offload-dir names, however full its disk was when the machine was measured."""
+    """Of the folder that --offload-dir names, however full its disk was when the machine was
+    measured.
+    """
     laptop = load_profile("laptop")
     kept = replace(laptop, name="measured", disk=replace(laptop.disk, bytes=1))
     asked = []
@@ -117,26 +138,50 @@ def test_room_is_what_the_disk_has_now(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(machine_profile, "measured_profile", measured)
     free = 10 << 40
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(free, 0, free))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(free, 0, free)
+    )
     folder = tmp_path / "not" / "yet"
-    assert cli.main(["plan", "--model", "opt-30b", *LENGTHS, "--offload-dir", str(folder), "--json"]) == 0
+    assert (
+        cli.main(["plan", "--model", "opt-30b", *LENGTHS, "--offload-dir", str(folder), "--json"])
+        == 0
+    )
     assert asked == [folder]
     assert json.loads(capsys.readouterr().out)["memory"]["disk"]["limit"] == free - (1 << 30)
 
 
 @pytest.mark.parametrize("precision, fits", [("fp16", True), ("8bit", False)])
-def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys, tiny, tmp_path, precision, fits):
+def test_weights_that_the_disk_has_already_need_no_more_room(
+    monkeypatch, capsys, tiny, tmp_path, precision, fits
+):
     """As in a run: 16 bits are read from the checkpoint's own files, 8 bits are written."""
     kept = replace(load_profile("laptop"), name="measured")
     monkeypatch.setattr(machine_profile, "measured_profile", lambda *, folder: kept)
     path = tiny("llama").path
-    little = ("--disk", "4KB", "--policy", "3x2,0,0,0,100,0,100", "--offload-dir", str(tmp_path), "--device", "cpu")
+    little = (
+        "--disk",
+        "4KB",
+        "--policy",
+        "3x2,0,0,0,100,0,100",
+        "--offload-dir",
+        str(tmp_path),
+        "--device",
+        "cpu",
+    )
     lengths = ("--prompt-len", "8", "--gen-len", "4")
-    assert cli.main(["plan", "--model", str(path), *lengths, *little, "--precision", precision, "--json"]) == 0
+    assert (
+        cli.main(
+            ["plan", "--model", str(path), *lengths, *little, "--precision", precision, "--json"]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert json.loads(out)["feasible"] == fits
     assert ("of these weights already, which need no more room" in err) == fits
-    assert cli.main(["plan", "--model", str(path), *lengths, *little, "--dummy-weights", "--json"]) == 0
+    assert (
+        cli.main(["plan", "--model", str(path), *lengths, *little, "--dummy-weights", "--json"])
+        == 0
+    )
     assert not json.loads(capsys.readouterr().out)["feasible"], "random weights are in no file"
     options = {"policy": little[3], "offload_dir": tmp_path, "precision": precision}
     if fits:
@@ -149,25 +194,39 @@ def test_weights_that_the_disk_has_already_need_no_more_room(monkeypatch, capsys
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--model", "opt-30b"), "plan needs --model with --prompt-len and --gen-len or with -c FILE"),
+        (
+            ("--model", "opt-30b"),
+            "plan needs --model with --prompt-len and --gen-len or with -c FILE",
+        ),
         (("--model", "opt-30b", "--prompt-len", "512", "--gen-len", "0"), "--gen-len 0"),
         (("--model", "opt-30b", "--prompt-len", "2047", "--gen-len", "3"), "2048 positions"),
         (("--model", "opt-31b", *LENGTHS), "opt-30b"),
         (("--model", "opt-30b", *LENGTHS, "--hardware", "t5"), "t4"),
         (("--model", "opt-30b", *LENGTHS, "--cpu-memory", "-5"), "is no size"),
         (("--model", "opt-30b", *LENGTHS, "--gpu-memory", "1MB"), "raise --gpu-memory"),
-        (("--model", "opt-30b", *LENGTHS, "--precision", "fp16,4bit"), "take one of fp16, fp16-s, 8bit, 4bit-weights"),
-        (("--model", "opt-30b", *LENGTHS, "--hardware", "no-gpu", "--device", "cuda"), "take --device cpu"),
+        (
+            ("--model", "opt-30b", *LENGTHS, "--precision", "fp16,4bit"),
+            "take one of fp16, fp16-s, 8bit, 4bit-weights",
+        ),
+        (
+            ("--model", "opt-30b", *LENGTHS, "--hardware", "no-gpu", "--device", "cuda"),
+            "take --device cpu",
+        ),
         (("--model", "opt-30b", *LENGTHS, "--schedule", "prefill-only"), "take --schedule zigzag"),
         (("--model", "opt-30b", *ONE_TOKEN, "--schedule", "row"), "leave --schedule out"),
         (("--model", "opt-30b", *LENGTHS, "--offload-dir", "/tmp"), "leave one of them out"),
-        (("-r", "mmlu:subject=anatomy", "--model", "opt-30b", "--gen-len", "0"), "have their own lengths"),
+        (
+            ("-r", "mmlu:subject=anatomy", "--model", "opt-30b", "--gen-len", "0"),
+            "have their own lengths",
+        ),
     ],
 )
 def test_bad_input_gets_a_sentence_and_exit_code_2(arguments, words, tmp_path, capsys):
     if "no-gpu" in arguments:
         machine = tmp_path / "machine.json"
-        machine.write_text(json.dumps(replace(load_profile("laptop"), gpu=None, link=None).to_json()))
+        machine.write_text(
+            json.dumps(replace(load_profile("laptop"), gpu=None, link=None).to_json())
+        )
         arguments = [str(machine) if word == "no-gpu" else word for word in arguments]
     hardware = () if "--hardware" in arguments else ("--hardware", "t4")
     assert cli.main(["plan", *arguments, *hardware]) == 2
@@ -202,7 +261,10 @@ def options_passed(command, monkeypatch):
 @pytest.mark.parametrize(
     "flags, limits",
     [
-        (("--precision", "4bit", "--gpu-memory", "9GB", "--no-overlap"), MemoryLimits(gpu=9 * 10**9)),
+        (
+            ("--precision", "4bit", "--gpu-memory", "9GB", "--no-overlap"),
+            MemoryLimits(gpu=9 * 10**9),
+        ),
         pytest.param(("--max-latency", "400", "--no-cpu-attention"), None, marks=pytest.mark.slow),
     ],
 )
@@ -215,13 +277,17 @@ def test_the_command_that_is_printed_runs_the_plan(flags, limits, monkeypatch):
     options = options_passed(command, monkeypatch)
     policy = options["policy"]
     assert str(policy) == planned["policy_flag"]
-    assert options["precision"] == planned["policy"]["precision"] and options["schedule"] == "zigzag"
+    assert (
+        options["precision"] == planned["policy"]["precision"] and options["schedule"] == "zigzag"
+    )
     for name, share in policy.fractions.items():
         assert share == pytest.approx(planned["policy"][name], abs=1e-6)
     assert options.get("limits") == limits and "max_latency" not in options
     if limits is not None and limits.gpu is not None:
         used = planned["memory"]["gpu"]
-        assert used["peak"] + used["workspace"] <= limits.gpu, "computing is within the limit, as in an engine"
+        assert used["peak"] + used["workspace"] <= limits.gpu, (
+            "computing is within the limit, as in an engine"
+        )
     assert ("overlap" in options) == ("--no-overlap" in flags)
     assert ("cpu_attention" in options) == ("--no-cpu-attention" in flags)
 
@@ -234,7 +300,9 @@ def test_no_command_is_printed_for_what_cannot_run():
 
 @pytest.mark.parametrize("gen_len", [6, 1])
 def test_the_engine_places_what_the_plan_shows(tiny, tmp_path, gen_len):
-    """The printed command is run: 19 MB of weights and a cache of up to 22 MB, of which host memory holds a part."""
+    """The printed command is run: 19 MB of weights and a cache of up to 22 MB, of which host memory
+    holds a part.
+    """
     content = json.loads((tiny("llama").path / "config.json").read_text())
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "head_dim": 32}
     content |= {**sizes, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -245,13 +313,24 @@ def test_the_engine_places_what_the_plan_shows(tiny, tmp_path, gen_len):
     planned = json.loads(done.stdout)
     assert planned["feasible"] and any(shares["disk"] for shares in planned["placement"].values())
     *command, folder = shlex.split(planned["command"])[:7]
-    assert command == ["flexgen-helm", "batch", "IN.jsonl", "-o", "OUT.jsonl", "--model"] and folder == str(tmp_path)
+    assert command == [
+        "flexgen-helm",
+        "batch",
+        "IN.jsonl",
+        "-o",
+        "OUT.jsonl",
+        "--model",
+    ] and folder == str(tmp_path)
     flags = shlex.split(planned["command"])[7:]
     requests = [
-        GenerationRequest(prompt_token_ids=[number + 3, *range(3, 26)], max_tokens=gen_len, ignore_eos=True)
+        GenerationRequest(
+            prompt_token_ids=[number + 3, *range(3, 26)], max_tokens=gen_len, ignore_eos=True
+        )
         for number in range(60)
     ]
-    with Engine.from_pretrained(tmp_path, **options_of(*flags, "--offload-dir", str(tmp_path / "offload"))) as engine:
+    with Engine.from_pretrained(
+        tmp_path, **options_of(*flags, "--offload-dir", str(tmp_path / "offload"))
+    ) as engine:
         results = engine.run(requests)
         placed = engine.last_run["achieved_placement"]
     assert all(result.error is None for result in results)

@@ -19,26 +19,45 @@ from flexgen_helm.planner.plan import suite_workload
 from flexgen_helm.report.paired import instances_needed
 from flexgen_helm.service.models import ModelArguments
 
-MACHINE = ("--model", "llama-2-70b", "--hardware", "rtx3090", "--cpu-memory", "60GB", "--disk", "2TB")
+MACHINE = (
+    "--model",
+    "llama-2-70b",
+    "--hardware",
+    "rtx3090",
+    "--cpu-memory",
+    "60GB",
+    "--disk",
+    "2TB",
+)
 ROOT = Path(__file__).parents[2]
 
 
 def state(prompt: str, reference: str, most: int = 20, **more) -> dict:
     request = {"model": "flexgen/some", "prompt": prompt, "temperature": 0.0, "num_completions": 1, "max_tokens": most,
                "stop_sequences": ["\n"], "echo_prompt": False}  # fmt: skip
-    references = [{"output": {"text": "wrong"}, "tags": []}, {"output": {"text": reference}, "tags": ["correct"]}]
+    references = [
+        {"output": {"text": "wrong"}, "tags": []},
+        {"output": {"text": reference}, "tags": ["correct"]},
+    ]
     return {"instance": {"id": prompt, "references": references}, "request": request, **more}
 
 
-def write_run(output: Path, name: str, states: list[dict], inside: str = "dry_run", asked: int = 9) -> Path:
+def write_run(
+    output: Path, name: str, states: list[dict], inside: str = "dry_run", asked: int = 9
+) -> Path:
     file = output / "runs" / "s" / name / inside / "scenario_state.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"request_states": states}))
-    (file.parent / "run_spec.json").write_text(json.dumps({"adapter_spec": {"max_eval_instances": asked}}))
+    (file.parent / "run_spec.json").write_text(
+        json.dumps({"adapter_spec": {"max_eval_instances": asked}})
+    )
     return file
 
 
-EXAMPLES = "".join(f"Question: what is {number} times {number}?\nAnswer: {number * number}\n" for number in range(40))
+EXAMPLES = "".join(
+    f"Question: what is {number} times {number}?\nAnswer: {number * number}\n"
+    for number in range(40)
+)
 
 
 ENTRIES = ("gsm", "mmlu:subject=a", "mmlu:model=flexgen/any,subject=b")
@@ -59,7 +78,9 @@ def suite(model, tmp_path):
     prompts = [f"{EXAMPLES}Question: what is {number}?\nAnswer:" for number in range(40)]
     states = [state(prompt, "it is two and two and five", 400) for prompt in prompts]
     write_run(tmp_path, "gsm:model=flexgen_some", states, asked=40)
-    choices = [state(f"{EXAMPLES}{word}", "x", 1, output_mapping={"A": "x"}) for word in "abcdefghij"]
+    choices = [
+        state(f"{EXAMPLES}{word}", "x", 1, output_mapping={"A": "x"}) for word in "abcdefghij"
+    ]
     for subject in "ab":
         write_run(tmp_path, f"mmlu:subject={subject},model=flexgen_some", choices, asked=40)
     conf = tmp_path / "mine.conf"
@@ -114,7 +135,10 @@ def test_tables_name_ranges_and_compare_precisions(width, suite, monkeypatch, ca
     for words in told:
         assert words in joined
     time = r"[\d.]+ [a-z]+"
-    words = rf"About {time} \({time} to {time}\) for 3 run entries in fp16; 8bit: {time}, 4bit: {time}\."
+    words = (
+        rf"About {time} \({time} to {time}\) for 3 run entries in fp16; 8bit: {time}, 4bit: "
+        rf"{time}\."
+    )
     assert re.match(words, joined)
     assert "processor" not in shown, "the GPU is called GPU"
 
@@ -140,7 +164,9 @@ def test_a_sample_is_told_before_it_is_drawn(suite, capsys):
 
 
 def test_real_prompts_are_counted(model, tmp_path, capsys):
-    prompts = [f"{EXAMPLES}Question: is {word} a word?\nAnswer:" for word in ("apple", "ribbon", "zeal")]
+    prompts = [
+        f"{EXAMPLES}Question: is {word} a word?\nAnswer:" for word in ("apple", "ribbon", "zeal")
+    ]
     states = [state(prompt, "yes, it is") for prompt in prompts]
     file = write_run(tmp_path, "gsm:model=flexgen_some", states)
     config = replace(read_model_config("llama-2-70b")[0], max_positions=10**6)
@@ -164,27 +190,39 @@ def test_real_prompts_are_counted(model, tmp_path, capsys):
 
     encode = Backend.from_file(str(model.path / "tokenizer.json")).encode
     tokens = [encode(prompt).ids for prompt in prompts]
-    nodes = set(chain.from_iterable((tuple(ids[: end + 1]) for end in range(len(ids))) for ids in tokens))
+    nodes = set(
+        chain.from_iterable((tuple(ids[: end + 1]) for end in range(len(ids))) for ids in tokens)
+    )
     answer = len(encode(" yes, it is", add_special_tokens=False).ids) + 1
     assert found.instances == expected.num_sequences == 3
     assert sorted(prompt for prompt, _, _ in found.lengths) == sorted(map(len, tokens))
     assert found.saved_tokens == pytest.approx(sum(map(len, tokens)) - len(nodes), abs=3)
     assert found.saved_tokens > 0.5 * sum(map(len, tokens))
     assert {length[1:] for length in found.lengths} == {(min(20, answer), 20)}
-    # Prompts that share nothing save nothing; a choice is a letter and its end; scored tokens pass the head.
-    different = [state(f"{word} {EXAMPLES}", "x", output_mapping={"A": "x"}) for word in ("apple", "ribbon")]
+    # Prompts that share nothing save nothing; a choice is a letter and its end; scored tokens pass
+    # the head.
+    different = [
+        state(f"{word} {EXAMPLES}", "x", output_mapping={"A": "x"}) for word in ("apple", "ribbon")
+    ]
     different[1]["request"] |= {"max_tokens": 0, "echo_prompt": True}
-    alone = reader.workload("gsm", write_run(tmp_path, "gsm:k=2,model=flexgen_some", different), 9, "")
+    alone = reader.workload(
+        "gsm", write_run(tmp_path, "gsm:k=2,model=flexgen_some", different), 9, ""
+    )
     assert alone.saved_tokens <= 2 and {answer for _, answer, _ in alone.lengths} == {1, 2}
     assert alone.scored_tokens > 0.9 * len(encode(EXAMPLES).ids)
 
 
 def test_an_entry_finds_its_prompts_by_its_arguments(tmp_path):
-    dry = write_run(tmp_path, "mmlu:subject=a,method=multiple_choice_joint,model=flexgen_x", [state("a", "b")])
+    dry = write_run(
+        tmp_path, "mmlu:subject=a,method=multiple_choice_joint,model=flexgen_x", [state("a", "b")]
+    )
     done = write_run(tmp_path, "gsm:model=flexgen_x", [state("a", "b")], inside=".")
     made = made_prompts(tmp_path / "runs" / "s", "")
     assert prompts_of("mmlu:subject=a", made) == dry
-    assert prompts_of("gsm:follow_format_instructions=instruct", made) == done.parent / "scenario_state.json"
+    assert (
+        prompts_of("gsm:follow_format_instructions=instruct", made)
+        == done.parent / "scenario_state.json"
+    )
     assert prompts_of("mmlu:subject=b", made) is None and prompts_of("gsm:stop=none", made) is None
     from flexgen_helm.plugin.helm_patches import DRY_RUN_FOLDER
 
@@ -195,7 +233,9 @@ def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
     reader = PromptReader(read_model_config("llama-2-70b")[0], "cuda", None)
     foreign = state("a", "b")
     foreign["request"]["model"] = "openai/gpt2"
-    with pytest.raises(UsageError, match="were made for openai/gpt2; plan reads those of models of flexgen/"):
+    with pytest.raises(
+        UsageError, match=("were made for openai/gpt2; plan reads those of models of flexgen/")
+    ):
         reader.workload("gsm", write_run(tmp_path, "gsm:model=openai_gpt2", [foreign]), 9, "")
     with pytest.raises(UsageError, match="has no requests; mend it"):
         reader.workload("gsm", write_run(tmp_path, "gsm:model=flexgen_x", []), 9, "mend it")
@@ -211,10 +251,19 @@ def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
             "`flexgen-helm run --dry-run -c runs/accuracy.conf -r gsm:model=flexgen/opt-30b -m 20 "
             "--suite planned`, then plan with --suite planned",
         ),
-        (("-c", "nope.conf"), "-c nope.conf: there is no such file; shipped are runs/accuracy.conf"),
-        (("-r", "gsm", "--suite", "nope"), "there is no suite in benchmark_output/runs/nope; make its prompts with"),
+        (
+            ("-c", "nope.conf"),
+            "-c nope.conf: there is no such file; shipped are runs/accuracy.conf",
+        ),
+        (
+            ("-r", "gsm", "--suite", "nope"),
+            "there is no suite in benchmark_output/runs/nope; make its prompts with",
+        ),
         (("-r", "gsm", "--gen-len", "3"), "run entries have their own lengths"),
-        (("-m", "5"), "-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY"),
+        (
+            ("-m", "5"),
+            "-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY",
+        ),
     ],
 )
 def test_refusals_are_one_sentence(words, refusal, monkeypatch, capsys):
@@ -226,5 +275,8 @@ def test_refusals_are_one_sentence(words, refusal, monkeypatch, capsys):
 def test_an_entry_without_prompts_is_refused(suite, capsys):
     assert cli.main(["plan", *suite, *MACHINE, "-r", "mmlu:subject=c"]) != 0
     refused = capsys.readouterr().err
-    assert "/runs/s has no prompts of 'mmlu:subject=c'; make its prompts with `flexgen-helm run" in refused
+    assert (
+        "/runs/s has no prompts of 'mmlu:subject=c'; make its prompts with `flexgen-helm run"
+        in refused
+    )
     assert "mmlu:model=flexgen/llama-2-70b,subject=c -m 1000 --suite s -o " in refused

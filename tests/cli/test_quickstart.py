@@ -26,11 +26,19 @@ def test_the_scenario_has_as_many_questions_as_are_asked() -> None:
     assert splits.count("test") == 79 == quickstart.QUESTIONS
 
 
-@pytest.mark.parametrize("lost, verdict", [(0, "equivalent"), (3, "equivalent"), (6, "worse"), (30, "worse")])
+@pytest.mark.parametrize(
+    "lost, verdict", [(0, "equivalent"), (3, "equivalent"), (6, "worse"), (30, "worse")]
+)
 def test_its_questions_are_enough_for_a_verdict(tmp_path: Path, lost: int, verdict: str) -> None:
     count = quickstart.QUESTIONS
     for precision, wrong in (("fp16", 0), ("4bit", lost)):
         right = [0] * wrong + [1] * (count - wrong)
-        write_run(tmp_path, "simple_mcqa_scored", precision, {"exact_match": sum(right) / count}, accuracies(right))
+        write_run(
+            tmp_path,
+            "simple_mcqa_scored",
+            precision,
+            {"exact_match": sum(right) / count},
+            accuracies(right),
+        )
     (model,) = compare_suite(tmp_path, margin=quickstart.MARGIN / 100)
     assert model.verdicts["4bit"].text.startswith(verdict)

@@ -21,8 +21,16 @@ RUN = ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1"]
             False,
             "--ray needs Ray, which is not installed here; run: pip install 'flexgen-helm[ray]'",
         ),
-        (["--ray-workers", "2"], True, "--ray-workers and --ray-cores need --ray; write for example --ray auto"),
-        (["--ray", "local"], True, "(TMPDIR), whose name is 1 bytes too long for that; run: export RAY_TMPDIR=/tmp"),
+        (
+            ["--ray-workers", "2"],
+            True,
+            "--ray-workers and --ray-cores need --ray; write for example --ray auto",
+        ),
+        (
+            ["--ray", "local"],
+            True,
+            "(TMPDIR), whose name is 1 bytes too long for that; run: export RAY_TMPDIR=/tmp",
+        ),
         (["--ray-worker", "2"], True, "run has no flag --ray-worker; did you mean --ray-workers"),
     ],
 )

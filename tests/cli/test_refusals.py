@@ -31,25 +31,68 @@ BATCH = ("batch", "-o", "out", "--model", "opt-125m", "--dummy-weights")
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (("run", "-m", "10", "-r"), "run needs -r, one or more run entries, or -c, a file with them, for example -r"),
-        (("run", "-c", "runs.conf"), "run needs -m, the largest number of instances per scenario, for example -m 100"),
-        (("run", "-r", "x", "-m", "ten"), "argument -m/--max-eval-instances: invalid int value: 'ten'"),
+        (
+            ("run", "-m", "10", "-r"),
+            "run needs -r, one or more run entries, or -c, a file with them, for example -r",
+        ),
+        (
+            ("run", "-c", "runs.conf"),
+            "run needs -m, the largest number of instances per scenario, for example -m 100",
+        ),
+        (
+            ("run", "-r", "x", "-m", "ten"),
+            "argument -m/--max-eval-instances: invalid int value: 'ten'",
+        ),
         ((*RUN, "--dry-run=yes"), "argument -d/--dry-run: ignored explicit argument 'yes'"),
-        ((*RUN_OPT, "--max-latancy=5"), "run has no flag --max-latancy=5; did you mean --max-latency"),
+        (
+            (*RUN_OPT, "--max-latancy=5"),
+            "run has no flag --max-latancy=5; did you mean --max-latency",
+        ),
         ((*RUN_OPT, "--suites=s"), "run has no flag --suites=s; did you mean --suite"),
         ((*RUN, "--policy", "10"), "--policy '10' is not of the form GBSxNB,wg,wc,cg,cc,hg,hc"),
         ((*RUN, "--precision", "fp16,3bit"), "precision '3bit' is not available"),
         ((*RUN, "--cpu-memory", "8"), "the limit of the cpu tier, '8', has no unit; write 8GiB"),
-        ((*RUN_OPT, "--cpu-memory", "1MiB", "--precision", "fp16,4bit"), "opt-125m runs with 11 MiB"),
-        ((*RUN, "--max-latency", "9", "--policy", "1x1,0,100,0,100,0,100"), "leave it or the policy out"),
-        ((*BATCH, "/dev/null", "--offload-dir", "/proc/x"), "--offload-dir /proc/x cannot be written: "),
+        (
+            (*RUN_OPT, "--cpu-memory", "1MiB", "--precision", "fp16,4bit"),
+            "opt-125m runs with 11 MiB",
+        ),
+        (
+            (*RUN, "--max-latency", "9", "--policy", "1x1,0,100,0,100,0,100"),
+            "leave it or the policy out",
+        ),
+        (
+            (*BATCH, "/dev/null", "--offload-dir", "/proc/x"),
+            "--offload-dir /proc/x cannot be written: ",
+        ),
         ((*BATCH, "absent.jsonl"), "IN.jsonl absent.jsonl cannot be read: No such file"),
         ((*DIVERGENCE, "absent", "--precision", "fp16"), "--text absent cannot be read"),
         ((*DIVERGENCE, "absent", "--baseline", "fp15"), "precision 'fp15' is not available"),
-        (("divergence", "opt-125m-4bit", *DIVERGENCE[2:], "absent"), "opt-125m-4bit already means 4bit"),
-        (("divergence", "opt-125m", "--suite", "s", "--max-windows", "2"), "--suite and --max-windows exclude"),
-        (("divergence", "opt-125m", "--text", "absent"), "divergence needs a text and its --window, or a --suite"),
-        (("plan", "--model", "opt-30b", "--prompt-len", "9", "--gen-len", "9", "--offload-dir", "/proc/x"), "/proc/x"),
+        (
+            ("divergence", "opt-125m-4bit", *DIVERGENCE[2:], "absent"),
+            "opt-125m-4bit already means 4bit",
+        ),
+        (
+            ("divergence", "opt-125m", "--suite", "s", "--max-windows", "2"),
+            "--suite and --max-windows exclude",
+        ),
+        (
+            ("divergence", "opt-125m", "--text", "absent"),
+            "divergence needs a text and its --window, or a --suite",
+        ),
+        (
+            (
+                "plan",
+                "--model",
+                "opt-30b",
+                "--prompt-len",
+                "9",
+                "--gen-len",
+                "9",
+                "--offload-dir",
+                "/proc/x",
+            ),
+            "/proc/x",
+        ),
         ((*RUN_OPT, "--suite", "s" * 256), TOO_LONG),
         (("report", "--suite", "s" * 256), "there is no suite in benchmark_output/runs/ss"),
         (("plan", "--model", "s" * 256, "--prompt-len", "9", "--gen-len", "9"), TOO_LONG),
@@ -65,7 +108,15 @@ def test_it_is_one_sentence_and_nothing_heavy_is_imported(arguments, says, tmp_p
 
 @pytest.mark.parametrize(
     "arguments",
-    [("models",), ("models", "--json"), ("entries",), ("--help",), ("plan", "--help"), ("--version",), ("absent",)],
+    [
+        ("models",),
+        ("models", "--json"),
+        ("entries",),
+        ("--help",),
+        ("plan", "--help"),
+        ("--version",),
+        ("absent",),
+    ],
 )
 def test_a_reader_that_has_read_enough_is_no_error(arguments):
     is_refused = arguments == ("absent",)
@@ -80,16 +131,27 @@ def test_a_reader_that_has_read_enough_is_no_error(arguments):
 
 
 def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
-    refused = run_script(*RUN_OPT, "--dummy-weights", LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    assert refused.code == 2 and not refused.heavy and refused.err.endswith("this locale's; set PYTHONUTF8=1\n")
+    refused = run_script(
+        *RUN_OPT, "--dummy-weights", LC_ALL="POSIX", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"
+    )
+    assert (
+        refused.code == 2
+        and not refused.heavy
+        and refused.err.endswith("this locale's; set PYTHONUTF8=1\n")
+    )
 
 
-@pytest.mark.skipif(process_state.why_no_cuda() is None, reason="this machine may have a CUDA device")
+@pytest.mark.skipif(
+    process_state.why_no_cuda() is None, reason="this machine may have a CUDA device"
+)
 def test_a_gpu_that_is_not_there():
     refused = run_script(*RUN, "--device", "cuda:0")
     assert refused.code == 2 and not refused.heavy
     reason = process_state.why_no_cuda()
-    assert refused.err == f"flexgen-helm: device 'cuda:0' was asked for and {reason}; take --device cpu\n"
+    assert (
+        refused.err
+        == f"flexgen-helm: device 'cuda:0' was asked for and {reason}; take --device cpu\n"
+    )
 
 
 def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
@@ -107,17 +169,34 @@ def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
                 "--policy",
                 "1x1,0,100,0,100,0,100",
             )
-            cli.main(["plan", "--model", "opt-125m", *lengths, "--gpu-memory", "8GiB", "--cpu-memory", "1048576GiB"])
+            cli.main(
+                [
+                    "plan",
+                    "--model",
+                    "opt-125m",
+                    *lengths,
+                    "--gpu-memory",
+                    "8GiB",
+                    "--cpu-memory",
+                    "1048576GiB",
+                ]
+            )
             asked = Asked({"limits": limits}, "opt-125m", "laptop", 1, False)
-            assert problem_for(asked, 2047, 2).limits["gpu"] == 0  # of 2,048 positions: the last token needs none
+            # of 2,048 positions: the last token needs none
+            assert problem_for(asked, 2047, 2).limits["gpu"] == 0
         else:
             check_engine_flags({"limits": limits, "device": device})
         gpu, cpu = capsys.readouterr().err.splitlines()[:2]
         assert gpu == f"--gpu-memory has no effect: no GPU of {machine} computes"
-        assert re.fullmatch(rf"--cpu-memory 1,048,576 GiB is beyond the [\d.]+ GiB that {machine} has; lower it", cpu)
+        assert re.fullmatch(
+            rf"--cpu-memory 1,048,576 GiB is beyond the [\d.]+ GiB that {machine} has; lower it",
+            cpu,
+        )
     capsys.readouterr()
     say_what_limits_lack(limits, 4 << 30, 1 << 50, "t4")
-    assert capsys.readouterr().err == "--gpu-memory 8 GiB is beyond the 4 GiB that t4 has; lower it\n"
+    assert (
+        capsys.readouterr().err == "--gpu-memory 8 GiB is beyond the 4 GiB that t4 has; lower it\n"
+    )
     check_engine_flags({"limits": MemoryLimits(gpu=8, cpu=1 << 20), "device": "sim"})
     assert not capsys.readouterr().err
 
@@ -175,5 +254,8 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path):
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UsageError, match=rf"--offload-dir {path} cannot be written: {tmp_path / 'file'} is a file"):
+        with pytest.raises(
+            UsageError,
+            match=(rf"--offload-dir {path} cannot be written: {tmp_path / 'file'} is a file"),
+        ):
             require_writable(path, "--offload-dir")

@@ -48,7 +48,9 @@ NOISE = ("a bar of HELM", "a warning of HELM", "a child's output", "a library's 
 
 
 def on_terminal(folder: Path, *arguments: str) -> Session:
-    return run_in_terminal([*python("plan"), "-c", EVENTS, *arguments], folder, {"PYTHONPATH": str(ROOT)})
+    return run_in_terminal(
+        [*python("plan"), "-c", EVENTS, *arguments], folder, {"PYTHONPATH": str(ROOT)}
+    )
 
 
 def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) -> None:
@@ -109,18 +111,26 @@ def test_lines_of_a_logger_stand_above_the_panel(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_there_are_lines_and_stdout_has_data_only() -> None:
-    done = subprocess.run([*python("plan"), "-c", EVENTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*python("plan"), "-c", EVENTS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "data\nthe end\n"
     assert "\x1b" not in done.stderr
     assert "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in done.stderr
-    assert "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left; pass 2, layer 17 of" in done.stderr
+    assert (
+        "250 of about 1,000 tokens, 3 of 12 requests, 50 tokens/s, 0:15 left; pass 2, layer 17 of"
+        in done.stderr
+    )
     assert "the machine is busy" in done.stderr
 
 
 def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:
     (tmp_path / "before").write_bytes(bytes(1000))
     seen: list[Event] = []
-    write = "import time; f = open('part', 'wb', 0)\nfor i in range(8): f.write(bytes(100)); time.sleep(0.15)"
+    write = (
+        "import time; f = open('part', 'wb', 0)\nfor i in range(8): f.write(bytes(100)); "
+        "time.sleep(0.15)"
+    )
     with observed_by(seen.append), watched(ProgressPhase("fetch", "file", total=800), tmp_path):
         subprocess.run([*python("plan"), "-c", write], cwd=tmp_path, check=True)
     amounts = [stage.done for stage in seen if isinstance(stage, ProgressPhase)]
@@ -167,25 +177,42 @@ def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path: Path) -
     assert session.exit_code == 0, session.last
     frames = [frame for _, frame in session.frames]
     assert not any(frame.count("downloading") > 1 for frame in frames), "a download has one bar"
-    assert session.shown("100 B of 200 B") and not any("verifying" in frame for frame in frames if "opt-30b" in frame)
+    assert session.shown("100 B of 200 B") and not any(
+        "verifying" in frame for frame in frames if "opt-30b" in frame
+    )
     for frame in frames:
         panel = frame[frame.find("flexgen-helm ") :]
         if "4bit, 2 of 2" in panel:
-            assert "fp16" not in panel and ("converting" not in panel or "requests" not in panel), panel
+            assert "fp16" not in panel and ("converting" not in panel or "requests" not in panel), (
+                panel
+            )
         if "computing metrics" in panel:
-            assert not any(old in panel for old in ("4bit", "requests", "tokens/s", "keeps all", "memory: ")), panel
+            assert not any(
+                old in panel for old in ("4bit", "requests", "tokens/s", "keeps all", "memory: ")
+            ), panel
     assert not session.shown("layer"), "nothing is read of the disk"
     assert any("4bit, 2 of 2" in frame and "converting" in frame for frame in frames)
     for precision, left in (("fp16", "0:15 left"), ("4bit", "0:05 left")):
         assert any(f"{precision}: " in frame and left in frame for frame in frames), precision
     said = session.last.splitlines()
-    assert max(map(len, said)) <= 60 and {"precisions"} < {word for line in said for word in line.split()}
-    assert " ".join(line.strip() for line in said) == ("a sentence of a library about precisions " * 8).strip()
+    assert max(map(len, said)) <= 60 and {"precisions"} < {
+        word for line in said for word in line.split()
+    }
+    assert (
+        " ".join(line.strip() for line in said)
+        == ("a sentence of a library about precisions " * 8).strip()
+    )
 
 
 def test_a_dumb_terminal_gets_the_lines_of_a_pipe(tmp_path: Path) -> None:
     """As in Emacs: nothing can be redrawn, and a whole run would be silent."""
     command = ["env", "TERM=dumb", *python("plan"), "-c", EVENTS, str(tmp_path / "log")]
     session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)})
-    assert session.exit_code == 0 and "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in session.last
-    assert "starting HELM" in session.last and session.last.splitlines()[-1] == "the end" and "━" not in session.last
+    assert (
+        session.exit_code == 0 and "downloading: facebook/opt-30b: 1 GiB of 4 GiB" in session.last
+    )
+    assert (
+        "starting HELM" in session.last
+        and session.last.splitlines()[-1] == "the end"
+        and "━" not in session.last
+    )

@@ -1,4 +1,6 @@
-"""Commands' tables and sentences at the widths of terminals; long run entries alone may be longer."""
+"""Commands' tables and sentences at the widths of terminals; long run entries alone may be
+longer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ PLAN = ["--model", "opt-6.7b", "--hardware", "t4"]
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path_factory.mktemp("h")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(folder))
-    # A fresh interpreter with HELM takes many seconds, and what it says is one line of the doctor's.
+    # A fresh interpreter with HELM takes many seconds, and what it says is one line of the
+    # doctor's.
     monkeypatch.setattr("flexgen_helm.cli.doctor._python_subprocess", lambda *_: None)
 
 
@@ -26,14 +29,21 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     "arguments, words",
     [
         (["models", "llama"], ["llama-4-maverick-instruct", "too large"]),
-        (["plan", *PLAN, "--prompt-len", "512", "--gen-len", "32", "--num-seqs", "100"], ["memory allowed"]),
+        (
+            ["plan", *PLAN, "--prompt-len", "512", "--gen-len", "32", "--num-seqs", "100"],
+            ["memory allowed"],
+        ),
         (["entries", "bbq"], ["bbq:subject=all,", "here"]),
         (["doctor"], ["offline data", "found"]),
     ],
     ids=["models", "plan", "entries", "doctor"],
 )
 def test_lines_fit_and_words_are_whole(
-    arguments: list[str], words: list[str], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    arguments: list[str],
+    words: list[str],
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     cli.main(arguments)
@@ -46,5 +56,9 @@ def test_lines_fit_and_words_are_whole(
 
 def test_examples_can_be_copied_from_80_columns() -> None:
     commands: Any = command_line()
-    lines = [line for command in commands.commands.values() for line in cleandoc(command.help).splitlines()]
+    lines = [
+        line
+        for command in commands.commands.values()
+        for line in cleandoc(command.help).splitlines()
+    ]
     assert not [line for line in lines if line.startswith("  ") and len(line) > 77]

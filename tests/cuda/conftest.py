@@ -26,7 +26,9 @@ def a_machine_with_a_gpu(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
-    """Groups and residual windows of packed caches so small that tiny prompts and short answers fill some."""
+    """Groups and residual windows of packed caches so small that tiny prompts and short answers
+    fill some.
+    """
     monkeypatch.setattr(precisions, "_PLAIN_GROUP", 16)
     for name, fmt in (("4bit", "channels"), ("4bit-s", "sparse channels"), ("fp16-s", "sparse")):
         monkeypatch.setitem(PRECISIONS, name, replace(PRECISIONS[name], cache=FORMATS[fmt]))

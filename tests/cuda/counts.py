@@ -22,7 +22,8 @@ class Counts:
 
     layers: launches of each decode layer.
     beside: launches of each pass besides those.
-    waits, pageable: synchronizations and pageable copies, by source line; without those of `COPIES`.
+    waits, pageable: synchronizations and pageable copies, by source line; without those of
+        `COPIES`.
     """
 
     layers: list[int] = field(default_factory=list)
@@ -57,7 +58,9 @@ def counted(device):
             (copies, device.pageable_copies, counts.pageable),
         ):
             is_wait = lines is counts.waits
-            lines += [p for p in (after - before).elements() if not (is_wait and p.startswith(COPIES))]
+            lines += [
+                p for p in (after - before).elements() if not (is_wait and p.startswith(COPIES))
+            ]
 
     with pytest.MonkeyPatch.context() as patch:
         replace_layers(patch, step)

@@ -1,14 +1,15 @@
-"""A CUDA device in host memory: the engine's CUDA path runs on a machine without a GPU, and every rule is checked.
+"""A CUDA device in host memory: the engine's CUDA path runs on a machine without a GPU, and every
+rule is checked.
 
-A tensor of the device is a wrapper round a tensor of the CPU that holds its values. Operations compute at once, on the
-CPU; streams, events and memory are modelled beside them (`ordering`, `memory`). So values are right whatever the code
-forgets, and what it forgets is found all the same:
+A tensor of the device is a wrapper round a tensor of the CPU that holds its values. Operations
+compute at once, on the CPU; streams, events and memory are modelled beside them (`ordering`,
+`memory`). So values are right whatever the code forgets, and what it forgets is found all the same:
 
-    races            accesses that no wait, event or `record_stream` orders, between streams and host threads
-    mixes            operations on tensors of several devices; these raise too, as on a GPU
-    syncs            places where a host thread waits for the device
-    pageable_copies  copies from or to memory that is not pinned, which the driver copies through buffers of its own
-    kernels          launches, one for each operation of PyTorch
+    races            accesses that no wait, event or `record_stream` orders, between streams and
+    host threads mixes            operations on tensors of several devices; these raise too, as on a
+    GPU syncs            places where a host thread waits for the device
+    pageable_copies  copies from or to memory that is not pinned, which the driver copies through
+    buffers of its own kernels          launches, one for each operation of PyTorch
 
 All but the first two count by place: 'file:line' of the package's innermost frame.
 
@@ -17,8 +18,8 @@ All but the first two count by place: 'file:line' of the package's innermost fra
             engine.run(requests)
     device.check()
 
-What it does not model: time; 16-bit rounding of a GPU's products, and the bodies of Triton's kernels. They are planned
-and launched as on a GPU, and a stand-in computes by plain PyTorch.
+What it does not model: time; 16-bit rounding of a GPU's products, and the bodies of Triton's
+kernels. They are planned and launched as on a GPU, and a stand-in computes by plain PyTorch.
 """
 
 from __future__ import annotations
@@ -52,10 +53,17 @@ _PACKAGE = str(Path(flexgen_helm.__file__).parent) + "/"
 _COUNTING = ("offload/staging.py", "offload/transfer_stats.py")
 # Operations whose result depends on values: the host waits for them.
 _WAITING = {
-    "aten::nonzero", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
-    "aten::masked_select", "aten::equal", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::bincount",
+    "aten::nonzero", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::masked_select", "aten::equal", "aten::_local_scalar_dense",
+    "aten::is_nonzero", "aten::bincount",
 }  # fmt: skip
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+_INDEXING = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+}
 
 
 class DeviceMixError(RuntimeError):
@@ -124,8 +132,8 @@ class CudaTensor(Tensor):
     @staticmethod
     def __new__(cls, values, block, device):
         made = Tensor._make_wrapper_subclass(
-            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
-            layout=values.layout, device=device, requires_grad=False,
+            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(),
+            dtype=values.dtype, layout=values.layout, device=device, requires_grad=False,
         )  # fmt: skip
         made.values, made.block = values, block
         return made
@@ -142,7 +150,9 @@ class CudaTensor(Tensor):
         if not self.values.numel():
             return 0, 0
         first = self.values.storage_offset()
-        last = first + sum((n - 1) * abs(step) for n, step in zip(self.values.shape, self.values.stride()))
+        last = first + sum(
+            (n - 1) * abs(step) for n, step in zip(self.values.shape, self.values.stride())
+        )
         size, origin = self.values.element_size(), self.block.start
         return origin + first * size, origin + (last + 1) * size
 
@@ -153,7 +163,10 @@ class CudaTensor(Tensor):
             _world().synchronize()
             return args[0].values.tolist()
         if name in ("numpy", "__array__"):
-            raise TypeError(f"can't convert {args[0].device} device type tensor to numpy. Use Tensor.cpu() first")
+            raise TypeError(
+                f"can't convert {args[0].device} device type tensor to numpy. Use Tensor.cpu() "
+                "first"
+            )
         if name == "data_ptr":
             return args[0].span[0]
         if name == "is_pinned":
@@ -167,7 +180,9 @@ class CudaTensor(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Sees the operations of one thread that make tensors of the device, and those on watched host memory."""
+    """Sees the operations of one thread that make tensors of the device, and those on watched host
+    memory.
+    """
 
     def __init__(self, world):
         super().__init__()
@@ -230,13 +245,17 @@ class Device:
         self.kernels: Counter[str] = Counter()
         self.pageable_copies: Counter[str] = Counter()
         self.streams: list[Stream] = []
-        self.memory = [Allocator(self.ordering, memory, (1 + index) << 44) for index in range(num_devices)]
+        self.memory = [
+            Allocator(self.ordering, memory, (1 + index) << 44) for index in range(num_devices)
+        ]
         self.register_error = 0
         self.registered_from: set[int] = set()  # devices that were current then
-        # Pinned host memory: address -> size. Registered pages, and those that the driver allocated.
+        # Pinned host memory: address -> size. Registered pages, and those that the driver
+        # allocated.
         self.registered: dict[int, int] = {}
         self.peak_registered = 0
-        # Host memory whose accesses are checked: storage -> a reference that keeps its number from being used again.
+        # Host memory whose accesses are checked: storage -> a reference that keeps its number from
+        # being used again.
         self._watched: dict[int, tuple[StorageWeakRef, list[Access]]] = {}
         self._own = threading.local()
         self._defaults: list[Stream] = []
@@ -247,8 +266,12 @@ class Device:
 
     def check(self):
         """Assert that no race and no mix was seen."""
-        shown = [f"{count} x {one}\n      | {other}" for (one, other), count in self.races.most_common(8)]
-        assert not self.races, f"{len(self.races)} pairs that nothing orders:\n  " + "\n  ".join(shown)
+        shown = [
+            f"{count} x {one}\n      | {other}" for (one, other), count in self.races.most_common(8)
+        ]
+        assert not self.races, f"{len(self.races)} pairs that nothing orders:\n  " + "\n  ".join(
+            shown
+        )
         assert not self.mixes, f"tensors of several devices: {dict(self.mixes)}"
 
     # What torch.cuda offers
@@ -349,7 +372,9 @@ class Device:
         storage = tensor.untyped_storage()
         with self.ordering.lock:
             if storage._cdata not in self._watched:
-                self._watched = {key: own for key, own in self._watched.items() if not own[0].expired()}
+                self._watched = {
+                    key: own for key, own in self._watched.items() if not own[0].expired()
+                }
                 self._watched[storage._cdata] = StorageWeakRef(storage), []
 
     def _is_watched(self, tensor):
@@ -374,11 +399,15 @@ class Device:
     def new_tensor(self, values, device):
         """Allocate memory for values that were just computed on the current stream."""
         index = self.index_of(device)
-        block = self.memory[index].allocate(values.untyped_storage().nbytes(), self.current_stream(index).actor)
+        block = self.memory[index].allocate(
+            values.untyped_storage().nbytes(), self.current_stream(index).actor
+        )
         return CudaTensor(values, block, torch.device("cuda", index))
 
     def launch(self, what, device, reads, writes):
-        """Run one kernel or copy on the device's current stream; a kernel reports this thread's last error."""
+        """Run one kernel or copy on the device's current stream; a kernel reports this thread's
+        last error.
+        """
         if not what.startswith("copy ") and (error := self._own.__dict__.pop("last_error", 0)):
             raise RuntimeError(f"CUDA error: {'out of memory' if error == 2 else error}")
         self.count(self.kernels)
@@ -388,9 +417,12 @@ class Device:
             for tensors, is_write in ((reads, False), (writes, True)):
                 for tensor in tensors:
                     first, end = tensor.span
-                    # The package keeps small tensors for good: those of a test before this one have no clocks here.
+                    # The package keeps small tensors for good: those of a test before this one have
+                    # no clocks here.
                     if end > first and tensor.block.allocator.ordering is self.ordering:
-                        self.ordering.access(tensor.block.accesses, first, end, stream, is_write, what, trail)
+                        self.ordering.access(
+                            tensor.block.accesses, first, end, stream, is_write, what, trail
+                        )
 
     def dispatch(self, func, args, kwargs):
         name = func._schema.name
@@ -420,7 +452,9 @@ class Device:
     def _on_host(self, name, func, tensors, args, kwargs):
         if kwargs.get("pin_memory"):
             with _disable_current_modes():
-                return self._pinned_memory(args[0], kwargs.get("dtype") or torch.get_default_dtype())
+                return self._pinned_memory(
+                    args[0], kwargs.get("dtype") or torch.get_default_dtype()
+                )
         if name == "aten::is_pinned":
             return self.is_pinned(tensors[0])
         if self._watched and any(map(self._is_watched, tensors)) and not _is_view(func):
@@ -428,7 +462,8 @@ class Device:
             thread, trail = self.ordering.thread(), _trail()
             self.ordering.step(thread)
             for tensor in writes:
-                self._watch(tensor)  # what is copied out of pinned memory is read by other threads later
+                # what is copied out of pinned memory is read by other threads later
+                self._watch(tensor)
             for operands, is_write in ((reads, False), (writes, True)):
                 for tensor in operands:
                     if self._is_watched(tensor):
@@ -436,14 +471,18 @@ class Device:
         return func(*args, **kwargs)
 
     def _to_copy(self, func, source, kwargs, kind):
-        options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
+        options = {
+            k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")
+        }
         if isinstance(source, CudaTensor):
             if kind == "cpu":
                 self.launch("copy to the host", source.device, [source], [])
                 self.count(self.pageable_copies)
                 self.synchronize(self.current_stream(source.device))
                 return func(source.values, **options)
-            made = self.new_tensor(func(source.values, **options).clone(), kwargs.get("device") or source.device)
+            made = self.new_tensor(
+                func(source.values, **options).clone(), kwargs.get("device") or source.device
+            )
             self.launch("aten::_to_copy", source.device, [source], [made])
             return made
         made = self.new_tensor(func(source, **options).clone(), kwargs["device"])
@@ -496,7 +535,11 @@ class Device:
             if name in _INDEXING and tensor is not args[0] and not is_value:
                 self.count(self.pageable_copies)  # an index of the host is copied for every use
                 self.synchronize(self.current_stream(on_device[0].device))
-            elif tensor.dim() or name in _INDEXING | {"aten::cat", "aten::gather", "aten::index_select"}:
+            elif tensor.dim() or name in _INDEXING | {
+                "aten::cat",
+                "aten::gather",
+                "aten::index_select",
+            }:
                 self._mix(f"{name} of {tuple(tensor.shape)} {tensor.dtype} on the host")
 
     def _mix(self, what):
@@ -507,7 +550,9 @@ class Device:
 
     def _compute(self, name, func, args, kwargs, on_device):
         device = on_device[0].device
-        is_masked = name in _INDEXING and any(x.dtype in (torch.bool, torch.uint8) for x in _tensors((args[1],)))
+        is_masked = name in _INDEXING and any(
+            x.dtype in (torch.bool, torch.uint8) for x in _tensors((args[1],))
+        )
         if name in _WAITING or is_masked:
             self.synchronize(self.current_stream(device))
         values = {key: _values(value) for key, value in kwargs.items()}
@@ -523,7 +568,9 @@ class Device:
         result = self._wrapped(out, on_device, storages, made)
         is_empty = name.startswith(("aten::empty", "aten::new_empty"))
         if (writes or made or name in _WAITING) and not is_empty:
-            self.launch(name, device, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made])
+            self.launch(
+                name, device, [x for x in reads if isinstance(x, CudaTensor)], [*writes, *made]
+            )
         return result
 
     def _wrapped(
@@ -533,7 +580,9 @@ class Device:
         storages,
         made,
     ):
-        """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which `made` gets."""
+        """Wrap an operation's result: an operand itself, a view of one, or a new tensor, which
+        `made` gets.
+        """
         # No function within a function, which would keep the operands until the collector runs.
         if isinstance(value, list | tuple):
             return type(value)(self._wrapped(one, operands, storages, made) for one in value)
@@ -614,11 +663,15 @@ def _launch_triton(launch, *arguments):
 
     world = _world()
     tensors = [x for x in arguments if isinstance(x, CudaTensor)]
-    if len(tensors) < len([*_tensors(arguments)]) or any(x.device.index != world.current_device() for x in tensors):
+    if len(tensors) < len([*_tensors(arguments)]) or any(
+        x.device.index != world.current_device() for x in tensors
+    ):
         world._mix("a kernel of Triton on another device than the current one")
     target = arguments[1]
     triton_stand_in.run(launch, *_values(arguments))
-    world.launch(launch.kernel.__name__, target.device, [x for x in tensors if x is not target], [target])
+    world.launch(
+        launch.kernel.__name__, target.device, [x for x in tensors if x is not target], [target]
+    )
 
 
 def _patch(patch, world, is_proved):
@@ -662,14 +715,19 @@ def _patch(patch, world, is_proved):
 
         def made_without(self, *args, **kwargs):
             made(self, *args, **kwargs)
-            self._idle_semaphore._cond = threading.Condition(_thread.allocate_lock())  # orders idle threads by chance
+            # orders idle threads by chance
+            self._idle_semaphore._cond = threading.Condition(_thread.allocate_lock())
 
         patch.setattr(ThreadPoolExecutor, "__init__", made_without)
 
     def own_locks(patch):
         def lock():
             counts = sys._getframe(1).f_code.co_filename.endswith(_COUNTING)
-            return _thread.allocate_lock() if counts else TrackedLock(ordering, _thread.allocate_lock())
+            return (
+                _thread.allocate_lock()
+                if counts
+                else TrackedLock(ordering, _thread.allocate_lock())
+            )
 
         patch.setattr(threading, "Lock", lock)
         patch.setattr(threading, "RLock", lambda: TrackedRLock(ordering, _thread.RLock()))
@@ -698,7 +756,8 @@ def _patch(patch, world, is_proved):
             "get_device_name": lambda device=None: Properties.name,
             "get_device_properties": lambda device=None: Properties,
             "get_device_capability": lambda device=None: (8, 0),
-            "_sleep": lambda cycles: None,  # of test_gpu_runs.py, which `make gpu-check FAKE=1` tries out
+            # of test_gpu_runs.py, which `make gpu-check FAKE=1` tries out
+            "_sleep": lambda cycles: None,
         }
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value)
@@ -709,7 +768,12 @@ def _patch(patch, world, is_proved):
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
-        for function in (attention.device_kernel, proof._device_text, proof._dequantizes_alike, proof._attention_fault):
+        for function in (
+            attention.device_kernel,
+            proof._device_text,
+            proof._dequantizes_alike,
+            proof._attention_fault,
+        ):
             function.cache_clear()  # what an earlier device was like
         if is_proved:
             patch.setattr(engine, "require_proof", lambda *_: True)
@@ -729,7 +793,8 @@ def _patch(patch, world, is_proved):
 
         def made_without(self, *args, **kwargs):
             made(self, *args, **kwargs)
-            self._store_done = threading.Condition(_thread.RLock())  # it counts bytes, as those of `_COUNTING`
+            # it counts bytes, as those of `_COUNTING`
+            self._store_done = threading.Condition(_thread.RLock())
 
         patch.setattr(transfer_manager.TransferManager, "__init__", made_without)
         patch.setattr(disk.DirectFile, "_transfer", noted)
@@ -740,7 +805,8 @@ def _patch(patch, world, is_proved):
 
 @contextmanager
 def cuda_in_host_memory(num_devices=1, memory=4 * GIB, is_proved=True):
-    """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are taken back.
+    """Give this process CUDA devices of `memory` bytes each, until the block ends; all patches are
+    taken back.
 
     is_proved: the engine computes without proving itself.
     """
@@ -752,7 +818,8 @@ def cuda_in_host_memory(num_devices=1, memory=4 * GIB, is_proved=True):
     try:
         with pytest.MonkeyPatch.context() as patch:
             _patch(patch, world, is_proved)
-            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(list, device="cuda") copies from the host
+            # torch.tensor(list, device="cuda") copies from the host
+            torch._C._set_only_lift_cpu_tensors(True)
             with _Mode(world):
                 yield world
     finally:

@@ -21,8 +21,9 @@ THIRDS = Policy(3, 2, *(0.3,) * 6)
 HOST = Policy(3, 2, 0, 1, 0, 1, 0, 1)
 DISK = Policy(3, 2, 0, 0, 0, 0, 0, 0)
 PLACEMENTS = {"resident": None, "thirds": THIRDS, "host": HOST, "disk": DISK}
-# Log-probabilities in float32, each and on the mean. In 16 bits the errors are compared with those of `transformers` in
-# the same 16 bits on the processor: as factors, of the worst and of the mean. Both round differently, and not better.
+# Log-probabilities in float32, each and on the mean. In 16 bits the errors are compared with those
+# of `transformers` in the same 16 bits on the processor: as factors, of the worst and of the mean.
+# Both round differently, and not better.
 EXACT, OF_PEERS = (1e-3, 1e-4), (4.0, 2.0)
 
 
@@ -34,7 +35,9 @@ def each_family(variants, dtypes):
 
 
 def requests(count=5, longest=40, new=3, shared=0, tokens=VOCABULARY, **options):
-    """Scored prompts with answers, some with several completions; `shared` tokens begin every prompt."""
+    """Scored prompts with answers, some with several completions; `shared` tokens begin every
+    prompt.
+    """
     draw = random.Random(count)
     common = [draw.randrange(2, tokens) for _ in range(shared)]
     return [
@@ -55,7 +58,9 @@ def run(path, asked, dtype, *, device="cuda", stops=None, **settings):
         patch.setattr(engine_module, "compute_dtype", lambda *_: dtype)
         # Three units of a tiny model: its memory is used again and again.
         patch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 16)
-        with Engine.from_pretrained(path, device=device, **{"limits": LIMITS, **settings}) as engine:
+        with Engine.from_pretrained(
+            path, device=device, **{"limits": LIMITS, **settings}
+        ) as engine:
             results = engine.run(asked, **(stops or {}))
             for result in results:
                 assert result.error is None, result.error
@@ -63,7 +68,9 @@ def run(path, asked, dtype, *, device="cuda", stops=None, **settings):
 
 
 def assert_close(model, results, dtype):
-    """Scores of prompts and answers are as near to `transformers` in float32 as `transformers` in `dtype` is."""
+    """Scores of prompts and answers are as near to `transformers` in float32 as `transformers` in
+    `dtype` is.
+    """
     errors: list[float] = []
     peer: list[float] = []
     for result in results:
@@ -77,7 +84,9 @@ def assert_close(model, results, dtype):
             with torch.no_grad():
                 logits = _in_dtype(model, dtype)(torch.tensor([tokens])).logits[0]
             peer += (torch.log_softmax(logits.float(), -1)[drawn] - exact).abs().tolist()
-    worst, mean = EXACT if not peer else (OF_PEERS[0] * max(peer), OF_PEERS[1] * sum(peer) / len(peer))
+    worst, mean = (
+        EXACT if not peer else (OF_PEERS[0] * max(peer), OF_PEERS[1] * sum(peer) / len(peer))
+    )
     found = max(errors), sum(errors) / len(errors)
     assert found[0] < worst and found[1] < mean, (found, (worst, mean))
 

@@ -1,8 +1,8 @@
 """Memory of the device, as PyTorch's caching allocator hands it out: of a pool for each stream.
 
-A block that is freed goes back to its stream's pool, whatever still reads it. So another stream that uses it must be
-waited for before, by that stream or by the host, or be named by `record_stream`; and it must wait for what its own
-stream did before the block was handed out.
+A block that is freed goes back to its stream's pool, whatever still reads it. So another stream
+that uses it must be waited for before, by that stream or by the host, or be named by
+`record_stream`; and it must wait for what its own stream did before the block was handed out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""What happens before what: vector clocks of streams and host threads, and the accesses that nothing orders.
+"""What happens before what: vector clocks of streams and host threads, and the accesses that
+nothing orders.
 
-An actor is a stream or a host thread. Each has a clock: for every actor, how many of its steps are certainly over.
-Launching, recording and waiting for events, synchronizing, and locks and futures between threads join clocks. Two
-accesses of overlapping bytes, one of which writes, are a race if neither is certainly over when the other begins.
+An actor is a stream or a host thread. Each has a clock: for every actor, how many of its steps are
+certainly over.
+Launching, recording and waiting for events, synchronizing, and locks and futures between threads
+join clocks. Two accesses of overlapping bytes, one of which writes, are a race if neither is
+certainly over when the other begins.
 
 CUDA's own order in time plays no role, so a race is found in every run, whatever the timing.
 """
@@ -105,7 +108,8 @@ class Ordering:
     def wait_for(self, clock):
         """Let the calling thread wait until `clock` is over.
 
-        It learns nothing of what other threads did: a stream that orders them does so by chance of their speed.
+        It learns nothing of what other threads did: a stream that orders them does so by chance of
+        their speed.
         """
         with self.lock:
             clock = {actor: step for actor, step in clock.items() if actor not in self._threads}
@@ -114,12 +118,20 @@ class Ordering:
                 self.completed[actor] = max(step, self.completed.get(actor, 0))
 
     def begins(self, stream, first, end):
-        """Return what a new block begins with: its bytes may be those that the stream's last step used."""
+        """Return what a new block begins with: its bytes may be those that the stream's last step
+        used.
+        """
         step = self.snapshot(stream)[stream]
-        return [Access(first, end, stream, step, True, "earlier use of the memory", ())] if step > 1 else []
+        return (
+            [Access(first, end, stream, step, True, "earlier use of the memory", ())]
+            if step > 1
+            else []
+        )
 
     def reuse(self, accesses, stream, users):
-        """Count the accesses of a freed block that its stream, the freeing thread, and all waits leave unordered."""
+        """Count the accesses of a freed block that its stream, the freeing thread, and all waits
+        leave unordered.
+        """
         with self.lock:
             for clock in (self._clocks[self.thread()], self.completed, self._clocks[stream]):
                 accesses = [old for old in accesses if clock.get(old.actor, 0) < old.step]
@@ -135,7 +147,9 @@ class Ordering:
             return Recording(self.snapshot(stream), thread, self._clocks[thread][thread])
 
     def certain(self, recordings):
-        """Return the clock of the latest recording that surely came before the calling thread looks at the event."""
+        """Return the clock of the latest recording that surely came before the calling thread looks
+        at the event.
+        """
         with self.lock:
             known = self._clocks[self.thread()]
             for recording in reversed(recordings):
@@ -144,7 +158,9 @@ class Ordering:
             return {}
 
     def access(self, accesses, first, end, actor, writes, what, trail):
-        """Add an access in the actor's current step to those of some memory; count those that it races with."""
+        """Add an access in the actor's current step to those of some memory; count those that it
+        races with.
+        """
         with self.lock:
             clock, kept = self._clocks[actor], []
             for old in accesses:
@@ -153,7 +169,12 @@ class Ordering:
                     if not is_ordered and (writes or old.writes):
                         self.races[self._text(old), self._text_of(actor, writes, what, trail)] += 1
                     # Whatever is ordered behind the new access is ordered behind this one too.
-                    if is_ordered and first <= old.first and old.end <= end and (writes or not old.writes):
+                    if (
+                        is_ordered
+                        and first <= old.first
+                        and old.end <= end
+                        and (writes or not old.writes)
+                    ):
                         continue
                 kept.append(old)
             accesses[:] = [*kept, Access(first, end, actor, clock[actor], writes, what, trail)]
@@ -162,7 +183,10 @@ class Ordering:
         return self._text_of(access.actor, access.writes, access.what, access.trail)
 
     def _text_of(self, actor, writes, what, trail):
-        return f"{what} {'writes' if writes else 'reads'} on {self._names[actor]} at {self.describe(trail)}"
+        return (
+            f"{what} {'writes' if writes else 'reads'} on {self._names[actor]} at "
+            f"{self.describe(trail)}"
+        )
 
 
 class TrackedLock:

@@ -15,7 +15,9 @@ def test_what_exceeds_a_buffer_crosses_in_pieces(cuda_device, monkeypatch, buffe
     """Rows that are longer than the buffer are divided too."""
     monkeypatch.setattr(transfer_manager, "COPY_BUFFER_BYTES", buffer)
     engine, memory = CudaCopyEngine(torch.device("cuda")), torch.arange(6.0 * 10 * 8).view(6, 10, 8)
-    source = {"whole": memory, "strided": memory[:, 2:9], "transposed": memory.transpose(0, 1)}[view]
+    source = {"whole": memory, "strided": memory[:, 2:9], "transposed": memory.transpose(0, 1)}[
+        view
+    ]
     on_device = engine.to_device(source)
     assert torch.equal(on_device.cpu(), source)
     assert torch.equal(engine.to_host(on_device), source)

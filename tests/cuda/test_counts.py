@@ -1,4 +1,5 @@
-"""What a pass asks of the host: one synchronization a batch beside those of copies, no pageable copy, few kernels.
+"""What a pass asks of the host: one synchronization a batch beside those of copies, no pageable
+copy, few kernels.
 
 `test_engine.py` counts the same for precisions and placements, whose values it compares.
 """
@@ -19,7 +20,8 @@ from tests.helpers.tiny_models import VARIANTS
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
-    "variant, capability", [("llama", (7, 5)), ("opt", (8, 0)), ("bloom", (7, 5)), ("gemma2", (8, 0))]
+    "variant, capability",
+    [("llama", (7, 5)), ("opt", (8, 0)), ("bloom", (7, 5)), ("gemma2", (8, 0))],
 )
 def test_a_batch_waits_once(tiny, monkeypatch, variant, capability):
     """Scored, drawn by nucleus and without, several completions over a shared prompt."""
@@ -45,27 +47,33 @@ def test_a_layer_with_experts_waits_once_more(tiny, tmp_path, placement):
     device.check()
     layers = tiny("mixtral").reference.config.num_hidden_layers
     assert len(counts.waits) <= counts.batches * (1 + layers), Counter(counts.waits)
-    assert {line.split(":")[0] for line in counts.waits} <= {"engine/executor.py", "models/routing.py"}, counts.waits
+    assert {line.split(":")[0] for line in counts.waits} <= {
+        "engine/executor.py",
+        "models/routing.py",
+    }, counts.waits
     assert not counts.pageable
     assert_close(tiny("mixtral"), results, torch.float16)
 
 
 OUR_4BIT = PRECISIONS["4bit"]  # not with the small groups of the other tests
-# Launches of a decode layer. Packed weights are dequantized by one kernel each (6 of OPT, 7 of Llama) before
-# they are multiplied.
+# Launches of a decode layer. Packed weights are dequantized by one kernel each (6 of OPT, 7 of
+# Llama) before they are multiplied.
 # By modules like Llama's, a layer has the norms of our records.
 LAUNCHES = [
     ("opt", "fp16", 14), ("llama", "fp16", 24), ("opt", "4bit", 14), ("llama", "4bit", 24),
     ("opt", "4bit-weights", 14 + 6), ("llama", "4bit-weights", 24 + 7), ("SeedOssForCausalLM", "fp16", 28),
 ]  # fmt: skip
-# Launches of a pass besides its layers: embedding, masks, sums that find what is not finite, and head.
+# Launches of a pass besides its layers: embedding, masks, sums that find what is not finite, and
+# head.
 OTHERS = 52
 
 
 @pytest.mark.fast(4)
 @pytest.mark.parametrize(("name", "precision", "launches"), LAUNCHES)
 def test_launches_of_a_decode_step(tiny, tmp_path, monkeypatch, name, precision, launches):
-    """One block of sequences. In 4 bits a step completes no group of the cache, as nearly all steps of large ones."""
+    """One block of sequences. In 4 bits a step completes no group of the cache, as nearly all steps
+    of large ones.
+    """
     monkeypatch.setitem(PRECISIONS, "4bit", OUR_4BIT)
     if precision == "4bit-weights":  # no copies of them
         monkeypatch.setattr("flexgen_helm.planner.weight_placement.COPIES_SHARE", 0)

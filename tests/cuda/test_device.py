@@ -1,4 +1,5 @@
-"""The device itself: it refuses what CUDA refuses, finds what nothing orders, and lets alone what is right.
+"""The device itself: it refuses what CUDA refuses, finds what nothing orders, and lets alone what
+is right.
 
 `test_mutants.py` shows that it finds each wait that the package forgets.
 """
@@ -38,7 +39,8 @@ def test_a_mix_of_devices_raises(device, mix):
 def test_numpy_cannot_read_the_device(device):
     with pytest.raises(TypeError, match="can't convert"):
         torch.ones(3, device="cuda").numpy()
-    assert (torch.ones(3, device="cuda") + torch.tensor(2.0)).tolist() == [3.0] * 3  # a number is no mix
+    # a number is no mix
+    assert (torch.ones(3, device="cuda") + torch.tensor(2.0)).tolist() == [3.0] * 3
 
 
 WAITS = {
@@ -85,7 +87,10 @@ def test_the_host_reads_pinned_memory_that_a_copy_still_writes(device, waits):
 
 @pytest.mark.parametrize("order", ["Lock", "RLock", "Condition", "nothing"])
 def test_threads_that_share_no_lock_race(device, order):
-    memory, lock = torch.empty(2, pin_memory=True), nullcontext() if order == "nothing" else getattr(threading, order)()
+    memory, lock = (
+        torch.empty(2, pin_memory=True),
+        nullcontext() if order == "nothing" else getattr(threading, order)(),
+    )
     turn = []
 
     def write():
@@ -113,9 +118,19 @@ def test_memory_runs_out_where_it_is_told_to(device):
 
 
 def test_the_process_is_as_before():
-    before = threading.Thread.run, threading.Lock, torch.cuda.is_available, torch._C._only_lift_cpu_tensors()
+    before = (
+        threading.Thread.run,
+        threading.Lock,
+        torch.cuda.is_available,
+        torch._C._only_lift_cpu_tensors(),
+    )
     with cuda_in_host_memory():
         kept = threading.Lock()
-    assert (threading.Thread.run, threading.Lock, torch.cuda.is_available, torch._C._only_lift_cpu_tensors()) == before
+    assert (
+        threading.Thread.run,
+        threading.Lock,
+        torch.cuda.is_available,
+        torch._C._only_lift_cpu_tensors(),
+    ) == before
     with kept:
         assert torch.ones(2).sum() == 2

@@ -1,4 +1,6 @@
-"""A GPU with a fault: a model that differs there is refused, a kernel that differs is left out by name."""
+"""A GPU with a fault: a model that differs there is refused, a kernel that differs is left out by
+name.
+"""
 
 import json
 from dataclasses import replace
@@ -30,7 +32,9 @@ def home(tmp_path, monkeypatch):
 
 
 def answer(path, **settings):
-    """Answer on the device; return what was said, the tokens and scores of the results, and the record."""
+    """Answer on the device; return what was said, the tokens and scores of the results, and the
+    record.
+    """
     events = []
     with (
         fake.cuda_in_host_memory(is_proved=False) as device,
@@ -40,7 +44,9 @@ def answer(path, **settings):
         results = engine.run(requests())
     device.check()
     said = [event.text for event in events if isinstance(event, Message) and "slower" in event.text]
-    proofs = [event for event in events if isinstance(event, ProgressPhase) and event.name == "prove"]
+    proofs = [
+        event for event in events if isinstance(event, ProgressPhase) and event.name == "prove"
+    ]
     tokens = [[*result.prompt_token_ids, *result.completions[0].token_ids] for result in results]
     scores = [[*result.prompt_logprobs[1:], *result.completions[0].logprobs] for result in results]
     return said, len(proofs), (tokens, scores), engine.last_run
@@ -48,10 +54,14 @@ def answer(path, **settings):
 
 def error_of(path, tokens, scores, precision):
     """Largest difference of a score to the host's in the same precision."""
-    asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in tokens]
+    asked = [
+        GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in tokens
+    ]
     with Engine.from_pretrained(path, device="cpu", precision=precision) as engine:
         known = [result.prompt_logprobs[1:] for result in engine.run(asked)]
-    return max(abs(a - b) for row, exact in zip(scores, known) for a, b in zip(row, exact, strict=True))
+    return max(
+        abs(a - b) for row, exact in zip(scores, known) for a, b in zip(row, exact, strict=True)
+    )
 
 
 def spoil_triton(patch):
@@ -102,7 +112,9 @@ def test_a_kernel_that_differs_is_left_out_by_name_and_numbers_are_right(tiny, m
 
 def test_published_types_of_a_model_are_compared_too(monkeypatch):
     spoil_triton(monkeypatch)
-    published = PublishedFormats(MappingProxyType({"model.layers.0.mlp.up_proj.weight": BLOCK_FORMATS["Q4_K"]}))
+    published = PublishedFormats(
+        MappingProxyType({"model.layers.0.mlp.up_proj.weight": BLOCK_FORMATS["Q4_K"]})
+    )
     with fake.cuda_in_host_memory(is_proved=False):
         precision = replace(PRECISIONS["fp16"], published=published)
         compare_kernels(torch.device("cuda", 0), torch.float16, precision, 64)
@@ -129,7 +141,8 @@ def test_copies_that_arrive_wrong_refuse_the_model(tiny, home, monkeypatch):
 
     monkeypatch.setattr(CudaCopyEngine, "_copy", wrong)
     with pytest.raises(
-        UnprovedModelError, match="on this GPU: .* differs from transformers.* --device cpu.*--unverified"
+        UnprovedModelError,
+        match=("on this GPU: .* differs from transformers.* --device cpu.*--unverified"),
     ):
         answer(tiny("llama").path)
     assert not (home / "proofs.json").exists()

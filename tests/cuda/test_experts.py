@@ -1,4 +1,6 @@
-"""Launches of experts that rest on the device: what is no product takes one for all experts of a layer."""
+"""Launches of experts that rest on the device: what is no product takes one for all experts of a
+layer.
+"""
 
 import pytest
 import torch
@@ -22,11 +24,14 @@ def gpt_oss(folder):
 
 def qwen3_moe(folder):
     """By equations."""
-    sizes = dict(num_experts=128, moe_intermediate_size=24, norm_topk_prob=True, head_dim=16, **EXPERTS)
+    sizes = dict(
+        num_experts=128, moe_intermediate_size=24, norm_topk_prob=True, head_dim=16, **EXPERTS
+    )
     return save_random(folder, config_like_llama("Qwen3MoeConfig", **sizes), seed=0)
 
 
-# Launches of a layer's mixture: (for each expert, besides) with all experts at once, and one after the other.
+# Launches of a layer's mixture: (for each expert, besides) with all experts at once, and one after
+# the other.
 LAUNCHES = {gpt_oss: ((2, 38), (14, 13)), qwen3_moe: ((3, 31), (9, 13))}
 
 
@@ -50,17 +55,25 @@ def test_launches_of_a_mixture(tmp_path, monkeypatch, build, at_once):
             return out
 
         monkeypatch.setattr(routing, "through_experts", counting)
-        asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=3, echo_logprobs=True, ignore_eos=True)]
+        asked = [
+            GenerationRequest(
+                prompt_token_ids=prompt, max_tokens=3, echo_logprobs=True, ignore_eos=True
+            )
+        ]
         results, _ = run(tmp_path, asked, torch.float32, precision="fp16")
     device.check()
     assert_close(model, results, torch.float32)
     of_expert, beside = LAUNCHES[build][not at_once]
     assert len({used for used, _ in counted}) > 1
-    assert [launches for _, launches in counted] == [of_expert * used + beside for used, _ in counted]
+    assert [launches for _, launches in counted] == [
+        of_expert * used + beside for used, _ in counted
+    ]
 
 
 def sums(at_once, rows=4096, is_reversed=False):
-    """Results of 40 tokens in float16 by experts that scale; reversed: the experts are numbered from the last."""
+    """Results of 40 tokens in float16 by experts that scale; reversed: the experts are numbered
+    from the last.
+    """
     random = torch.Generator().manual_seed(0)
     x = torch.randn((40, 8), generator=random).half()
     selected = torch.rand((40, 16), generator=random).topk(5).indices
@@ -69,12 +82,16 @@ def sums(at_once, rows=4096, is_reversed=False):
         selected, factors = 15 - selected, factors.flip(0)
 
     def experts(sizes, _, x):
-        return torch.cat([part * factors[number] for number, part in zip(sizes, x.split([*sizes.values()]))])
+        return torch.cat(
+            [part * factors[number] for number, part in zip(sizes, x.split([*sizes.values()]))]
+        )
 
     weights = torch.rand((40, 5), generator=random)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routing, "_EXPERT_ROWS", rows)
-        return routing.through_experts([RoutedTokens(x, selected, weights, 16, experts, at_once)], lambda *_: None)[0]
+        return routing.through_experts(
+            [RoutedTokens(x, selected, weights, 16, experts, at_once)], lambda *_: None
+        )[0]
 
 
 @pytest.mark.parametrize("rows", [4096, 17, 3, 1])

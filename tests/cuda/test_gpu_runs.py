@@ -1,4 +1,6 @@
-"""On a CUDA device: types and placements beside `transformers`, and delays, which change no bit. `make gpu-check`."""
+"""On a CUDA device: types and placements beside `transformers`, and delays, which change no bit.
+`make gpu-check`.
+"""
 
 import time
 
@@ -15,7 +17,9 @@ from tests.helpers.tiny_models import VARIANTS, TinyModel
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu-check)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device (make gpu-check)"
+    ),
 ]
 PLACEMENTS = {
     "resident": dict(limits=LIMITS),
@@ -31,15 +35,25 @@ CYCLES = 1_500_000  # 0.8 ms of a GPU
 @pytest.mark.parametrize(
     "variant, dtype, placement",
     [
-        *((variant, "float16", placement) for variant in VARIANTS for placement in ("resident", "thirds")),
-        *((variant, "float16", placement) for variant in FEW for placement in ("host", "host attends", "disk")),
+        *(
+            (variant, "float16", placement)
+            for variant in VARIANTS
+            for placement in ("resident", "thirds")
+        ),
+        *(
+            (variant, "float16", placement)
+            for variant in FEW
+            for placement in ("host", "host attends", "disk")
+        ),
         *((variant, dtype, "resident") for variant in ("mixtral", "bloom") for dtype in DTYPES[1:]),
         *((variant, dtype, "thirds") for variant in FEW for dtype in DTYPES[1:]),
     ],
 )
 def test_scores_equal_transformers(tiny, tmp_path, variant, dtype, placement):
     model, dtype = tiny(variant), getattr(torch, dtype)
-    results, _ = run(model.path, requests(9, 70, 6), dtype, offload_dir=tmp_path, **PLACEMENTS[placement])
+    results, _ = run(
+        model.path, requests(9, 70, 6), dtype, offload_dir=tmp_path, **PLACEMENTS[placement]
+    )
     assert_close(model, results, dtype)
 
 
@@ -81,9 +95,12 @@ def late_copies(patch):
     patch.setattr(CudaCopyEngine, "_copy", late)
 
 
-@pytest.mark.parametrize("delay", [lambda patch: None, late_products, late_copies], ids=["none", "products", "copies"])
 @pytest.mark.parametrize(
-    "placement, precision", [*((name, None) for name in PLACEMENTS), ("thirds", "4bit"), ("host", "4bit-s")]
+    "delay", [lambda patch: None, late_products, late_copies], ids=["none", "products", "copies"]
+)
+@pytest.mark.parametrize(
+    "placement, precision",
+    [*((name, None) for name in PLACEMENTS), ("thirds", "4bit"), ("host", "4bit-s")],
 )
 def test_a_delay_changes_no_bit(tiny, tmp_path, monkeypatch, placement, precision, delay):
     """An order that is missing shows as another number. Without a delay: equal runs are equal."""
@@ -91,7 +108,9 @@ def test_a_delay_changes_no_bit(tiny, tmp_path, monkeypatch, placement, precisio
     def answer():
         settings = {**PLACEMENTS[placement], "precision": precision, "offload_dir": tmp_path}
         results, _ = run(tiny("llama").path, requests(7, 60, 5), torch.float16, **settings)
-        return [(result.prompt_logprobs, [c.logprobs for c in result.completions]) for result in results]
+        return [
+            (result.prompt_logprobs, [c.logprobs for c in result.completions]) for result in results
+        ]
 
     expected = answer()
     delay(monkeypatch)

@@ -1,4 +1,6 @@
-"""A limit of the device's memory holds for all that the process allocates there, and for all of its engines."""
+"""A limit of the device's memory holds for all that the process allocates there, and for all of its
+engines.
+"""
 
 import re
 
@@ -40,8 +42,13 @@ def test_what_exceeds_the_limit_is_computed_in_smaller_batches(tiny, cuda_device
     asked = requests(48, 100, 1)
     for limit in (GIVEN, 2 * MIB):  # the first run also measures the products, once in a process
         cuda_device.memory[0].peak = 0
-        results, record = run(tiny("opt").path, asked, torch.float16, limits=MemoryLimits(gpu=limit))
-        assert record["halvings"] == (2 if limit < GIVEN else 0) and cuda_device.memory[0].peak <= limit
+        results, record = run(
+            tiny("opt").path, asked, torch.float16, limits=MemoryLimits(gpu=limit)
+        )
+        assert (
+            record["halvings"] == (2 if limit < GIVEN else 0)
+            and cuda_device.memory[0].peak <= limit
+        )
         assert_close(tiny("opt"), results, torch.float16)
 
 
@@ -52,7 +59,10 @@ def test_a_small_limit_works_or_names_one_that_does(tiny, cuda_device, gpu):
     except MemoryLimitError as error:
         assert gpu < MIB
         engine = opened(
-            tiny, gpu=int(re.search(r"runs with .*?([\d,]+) bytes\) or more", str(error))[1].replace(",", ""))
+            tiny,
+            gpu=int(
+                re.search(r"runs with .*?([\d,]+) bytes\) or more", str(error))[1].replace(",", "")
+            ),
         )
     with engine:
         assert [result.error for result in engine.run(requests(2))] == [None] * 2
@@ -65,4 +75,7 @@ def test_a_limit_beyond_what_is_free_is_said_and_not_taken(tiny, cuda_device):
         assert engine.ledger.limit < cuda_device.memory[0].total - taken.nbytes
     said = [event.text for event in seen if isinstance(event, Message)]
     for flag, allowed in (("--cpu-memory", "1,048,576 GiB"), ("--gpu-memory", "1,024 GiB")):
-        assert sum(text.startswith(f"{flag} allows {allowed}") and "lower it" in text for text in said) == 1, said
+        assert (
+            sum(text.startswith(f"{flag} allows {allowed}") and "lower it" in text for text in said)
+            == 1
+        ), said

@@ -1,4 +1,6 @@
-"""Every wait, record and synchronization of the transfers is needed: each one removed in turn is caught by a run."""
+"""Every wait, record and synchronization of the transfers is needed: each one removed in turn is
+caught by a run.
+"""
 
 import ast
 import importlib
@@ -27,7 +29,8 @@ _ROUNDS = 20
 
 
 def statements():
-    """Yield module, function and text of each ordering statement of the transfers, with its number of that text.
+    """Yield module, function and text of each ordering statement of the transfers, with its number
+    of that text.
 
     Without waits of host threads for each other: tests/offload and tests/kv_cache cover those.
     """
@@ -37,14 +40,20 @@ def statements():
             if isinstance(function, ast.FunctionDef):
                 inner = {id(n) for f in ast.walk(function) if f is not function and isinstance(f, ast.FunctionDef)
                          for n in ast.walk(f)}  # fmt: skip
-                found = [ast.unparse(n) for n in ast.walk(function) if _orders(n) and id(n) not in inner]
+                found = [
+                    ast.unparse(n) for n in ast.walk(function) if _orders(n) and id(n) not in inner
+                ]
                 for number, text in enumerate(found):
                     yield module, function.name, text, found[:number].count(text)
 
 
 def _orders(node):
     call = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _ORDERING
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in _ORDERING
+    )
 
 
 class _Remover(ast.NodeTransformer):
@@ -77,13 +86,17 @@ def remove(patch, module, function, text, number):
                 continue
             code = next(
                 constant
-                for part in compile(ast.fix_missing_locations(tree), real.__file__, "exec").co_consts
+                for part in compile(
+                    ast.fix_missing_locations(tree), real.__file__, "exec"
+                ).co_consts
                 if isinstance(part, types.CodeType) and part.co_name == owner.name
                 for constant in part.co_consts
                 if isinstance(constant, types.CodeType) and constant.co_name == method.name
             )
             known = getattr(real, owner.name).__dict__[method.name]
-            made = types.FunctionType(code, real.__dict__, method.name, known.__defaults__, known.__closure__)
+            made = types.FunctionType(
+                code, real.__dict__, method.name, known.__defaults__, known.__closure__
+            )
             made.__kwdefaults__ = known.__kwdefaults__
             patch.setattr(getattr(real, owner.name), method.name, made)
             return
@@ -97,10 +110,16 @@ RUNS = {
     "cache alone": dict(policy=Policy(3, 2, 1, 0, 0, 1, 1, 0), schedule="zigzag"),
     "growing": dict(policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag", page=16),
     "selected": dict(
-        policy=Policy(3, 2, 0, 1, 0, 1, 0, 1), schedule="zigzag", precision="4bit-s", longest=80, answers=(9,)
+        policy=Policy(3, 2, 0, 1, 0, 1, 0, 1),
+        schedule="zigzag",
+        precision="4bit-s",
+        longest=80,
+        answers=(9,),
     ),
     # Only experts are offloaded: what the ring marks would order them, too.
-    "experts": dict(policy=Policy(3, 2, 0.4, 0.6, 1, 0, 1, 0), schedule="zigzag", variant="mixtral"),
+    "experts": dict(
+        policy=Policy(3, 2, 0.4, 0.6, 1, 0, 1, 0), schedule="zigzag", variant="mixtral"
+    ),
 }
 
 
@@ -127,7 +146,15 @@ def races(tiny, folder, settings):
         patch.setattr(TransferManager, "to_host", late(TransferManager.to_host))
         stops = dict(should_stop=lambda: bool(device.races))
         try:
-            run(model.path, asked, torch.float16, cpu_attention=False, offload_dir=folder, stops=stops, **settings)
+            run(
+                model.path,
+                asked,
+                torch.float16,
+                cpu_attention=False,
+                offload_dir=folder,
+                stops=stops,
+                **settings,
+            )
         except Exception as error:
             return 1 if device.races else pytest.fail(f"stopped: {error!r}")
         return sum(device.races.values())
@@ -140,12 +167,20 @@ def test_the_code_as_it_is_has_no_race(tiny, tmp_path, settings):
 
 
 @pytest.mark.fast(4)
-@pytest.mark.parametrize("statement", statements(), ids=lambda s: " ".join(map(str, s)).removeprefix("flexgen_helm."))
+@pytest.mark.parametrize(
+    "statement", statements(), ids=lambda s: " ".join(map(str, s)).removeprefix("flexgen_helm.")
+)
 def test_each_removed_statement_is_caught(tiny, tmp_path, monkeypatch, statement):
     remove(monkeypatch, *statement)
     # The first run that shows a race is enough; some statements need one of their own.
-    known = {"settled": "growing", "_values": "selected", "move": "host", "flexgen_helm.offload.experts": "experts"}
+    known = {
+        "settled": "growing",
+        "_values": "selected",
+        "move": "host",
+        "flexgen_helm.offload.experts": "experts",
+    }
     first = known.get(statement[0], known.get(statement[1], "three tiers"))
     names = sorted(RUNS, key=lambda name: name != first)
-    # Beside other programs, threads may meet in the right order by chance: a run shows the race in one of some rounds.
+    # Beside other programs, threads may meet in the right order by chance: a run shows the race in
+    # one of some rounds.
     assert any(races(tiny, tmp_path, RUNS[name]) for _ in range(_ROUNDS) for name in names)

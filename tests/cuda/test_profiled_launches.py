@@ -1,4 +1,6 @@
-"""On a device a profile's rates are of kernels: what is timed takes longer there than launching it."""
+"""On a device a profile's rates are of kernels: what is timed takes longer there than launching
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tests.cuda.device import cuda_in_host_memory
 
 # Seconds between two launches of PyTorch, as published measurements of small operations say.
 LAUNCH_S = 5e-6
-# Bytes that an element's quantization moves in plain PyTorch, and its dequantization by one kernel to 16 bits.
+# Bytes that an element's quantization moves in plain PyTorch, and its dequantization by one kernel
+# to 16 bits.
 QUANTIZED_BYTES, DEQUANTIZED_BYTES = 86.5, 2 + 9 / 16
 # Launches of a decode layer of a Llama (`test_counts.py`).
 LAYER_LAUNCHES = 24

@@ -1,4 +1,6 @@
-"""Prompts of a layer together on a device: one call of attention, one quantization; and the values stay those."""
+"""Prompts of a layer together on a device: one call of attention, one quantization; and the values
+stay those.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def launches_by_prompts(path, asked, precision="fp16"):
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("variant", ["llama", "mistral", "gemma3", "qwen3"])
 def test_one_call_attends_to_all_prompts(tiny, monkeypatch, variant):
-    """With windows, shared prefixes, several completions; the inverse is a release without that call."""
+    """With windows, shared prefixes, several completions; the inverse is a release without that
+    call.
+    """
     asked = requests(6) + requests(5, shared=20)
     found, results = launches_by_prompts(tiny(variant).path, asked)
     assert_close(tiny(variant), results, torch.float16)
@@ -48,7 +52,9 @@ def test_one_call_attends_to_all_prompts(tiny, monkeypatch, variant):
 
 
 def test_prompts_are_quantized_once(tiny):
-    """A prompt more costs its masks and its attention, not a quantization, which is a hundred launches."""
+    """A prompt more costs its masks and its attention, not a quantization, which is a hundred
+    launches.
+    """
     asked = requests(7, longest=90)
     found, _ = launches_by_prompts(tiny("llama").path, asked, "4bit")
     most = max(found)

@@ -13,11 +13,12 @@ from tests.helpers.backend_models import saved
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import TinyModel
 
-# Norms with biases and a parallel MLP, biased experts with attention sinks, latent attention with experts, chunks with
-# experts whose input is weighed, several streams with inputs of every layer and shared keys, states of sequences.
+# Norms with biases and a parallel MLP, biased experts with attention sinks, latent attention with
+# experts, chunks with experts whose input is weighed, several streams with inputs of every layer
+# and shared keys, states of sequences.
 CLASSES = (
-    "CohereForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM", "Gemma3nForCausalLM",
-    "Qwen3_5ForCausalLM",
+    "CohereForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM",
+    "Gemma3nForCausalLM", "Qwen3_5ForCausalLM",
 )  # fmt: skip
 WITH_EXPERTS = ("GptOssForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM")
 
@@ -28,7 +29,8 @@ def test_modules_of_transformers_wait_for_the_choice_of_experts_only(name, place
     """Their values are those of the class itself; no race, no pageable copy."""
     model = TinyModel(tmp_path / "model", saved(name, tmp_path / "model"))
     asked = requests(4, 30, 3, shared=10, tokens=60)
-    asked.append(replace(asked[0], prompt_token_ids=asked[0].prompt_token_ids[:11]))  # a token behind what is shared
+    # a token behind what is shared
+    asked.append(replace(asked[0], prompt_token_ids=asked[0].prompt_token_ids[:11]))
     settings = dict(schedule="zigzag", cpu_attention=False, offload_dir=tmp_path / "tiers")
     if PLACEMENTS[placement] is not None:
         settings |= dict(policy=PLACEMENTS[placement])

@@ -41,7 +41,9 @@ def session():
 
 @pytest.fixture
 def model(tiny) -> ModelToLoad:
-    return ModelToLoad(str(tiny("llama").path), EngineConfig(device="cpu", precision="fp16"), "tiny")
+    return ModelToLoad(
+        str(tiny("llama").path), EngineConfig(device="cpu", precision="fp16"), "tiny"
+    )
 
 
 def requests_of(count: int, max_tokens: int = 8) -> list[GenerationRequest]:
@@ -131,8 +133,12 @@ def poisoned(how: str) -> type[Worker]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how, sentence", [("fail", "memory ran out with 7 tokens"), ("kill", "its process ended")])
-def test_what_no_worker_can_compute_fails_by_name_and_alone(session, model, monkeypatch, how, sentence):
+@pytest.mark.parametrize(
+    "how, sentence", [("fail", "memory ran out with 7 tokens"), ("kill", "its process ended")]
+)
+def test_what_no_worker_can_compute_fails_by_name_and_alone(
+    session, model, monkeypatch, how, sentence
+):
     monkeypatch.setattr(ray_cluster, "Worker", poisoned(how))
     answered: dict[int, GenerationResult] = {}
     engine = ClusterEngine(model, session)

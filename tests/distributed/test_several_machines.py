@@ -1,4 +1,6 @@
-"""`flexgen-helm run --ray` and HELM's Slurm runner in processes of their own, killed and resumed. Minutes."""
+"""`flexgen-helm run --ray` and HELM's Slurm runner in processes of their own, killed and resumed.
+Minutes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from tests.helpers.helm_runs import RUNTIMES
 from tests.helpers.shares import only_whole
 
 pytestmark = pytest.mark.slow
-ENTRIES = ["synthetic_reasoning:mode=pattern_match,model=flexgen/tiny", "simple_mcqa_scored:model=flexgen/tiny"]
+ENTRIES = [
+    "synthetic_reasoning:mode=pattern_match,model=flexgen/tiny",
+    "simple_mcqa_scored:model=flexgen/tiny",
+]
 TWO_WORKERS = ("--ray", "local", "--ray-cores", "1", "--ray-workers", "2")
 PROGRAM = Path(sys.executable).with_name("flexgen-helm")
 
@@ -43,8 +48,9 @@ class Suite:
     def start(self, *flags: str, instances: int = 300) -> subprocess.Popen[str]:
         command = [PROGRAM, "run", "-r", *ENTRIES, "-m", str(instances), "--suite", "s", *flags]
         return subprocess.Popen(
-            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
     def run(self, *flags: str, expect: int = 0, instances: int = 300) -> str:
@@ -58,11 +64,17 @@ class Suite:
         found = {}
         for run in sorted((self.folder / "benchmark_output" / "runs" / "s").glob("*model=*")):
             states = json.loads((run / "scenario_state.json").read_text())["request_states"]
-            texts = [[completion["text"] for completion in state["result"]["completions"]] for state in states]
+            texts = [
+                [completion["text"] for completion in state["result"]["completions"]]
+                for state in states
+            ]
             stats = {
                 json.dumps(stat["name"], sort_keys=True): stat["mean"]
                 for stat in json.loads((run / "stats.json").read_text())
-                if stat["count"] and not any(word in stat["name"]["name"] for word in (*RUNTIMES, "runtime", "flexgen"))
+                if stat["count"]
+                and not any(
+                    word in stat["name"]["name"] for word in (*RUNTIMES, "runtime", "flexgen")
+                )
             }
             found[run.name] = texts, stats
         return found
@@ -78,7 +90,9 @@ class Suite:
 
     def record(self) -> dict[str, Any]:
         """Return the usage of the one model."""
-        content = json.loads((self.folder / "benchmark_output" / "runs" / "s" / "flexgen_suite.json").read_text())
+        content = json.loads(
+            (self.folder / "benchmark_output" / "runs" / "s" / "flexgen_suite.json").read_text()
+        )
         (usage,) = content["models"].values()
         return dict(usage)
 
@@ -127,7 +141,10 @@ def test_a_local_cluster_of_two_gives_the_scores_of_one_process(alone, suite, ra
     assert_same_scores(suite.scores(), alone.scores())
     workers = suite.record()["workers"]
     assert {worker["num_requests"] > 0 for worker in workers} == {True} and len(workers) == 2
-    assert sum(worker["num_requests"] for worker in workers) == suite.record()["workload"]["num_unique"]
+    assert (
+        sum(worker["num_requests"] for worker in workers)
+        == suite.record()["workload"]["num_unique"]
+    )
     # Answers of a cluster are those of one process, and reused by it.
     stored = suite.num_stored()
     suite.run()
@@ -142,7 +159,8 @@ def test_a_killed_driver_leaves_no_process_and_its_answers(alone, suite, ray_ins
     process.wait()
     assert children
     _, alive = psutil.wait_procs(children, timeout=30)
-    assert {child.name() for child in alive} <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # Ray's own, small
+    # Ray's own, small
+    assert {child.name() for child in alive} <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
     assert not psutil.wait_procs(alive, timeout=120)[1]
     stored = suite.num_stored()
     assert 20 <= stored < alone.num_stored()
@@ -150,7 +168,9 @@ def test_a_killed_driver_leaves_no_process_and_its_answers(alone, suite, ray_ins
     assert_same_scores(suite.scores(), alone.scores())
     records = suite.record()
     assert records["workload"]["num_unique"] == alone.record()["workload"]["num_unique"]
-    assert sum(worker["num_requests"] for worker in records["workers"]) <= alone.num_stored() - stored
+    assert (
+        sum(worker["num_requests"] for worker in records["workers"]) <= alone.num_stored() - stored
+    )
 
 
 @pytest.fixture
@@ -193,9 +213,12 @@ def _listens(port: int) -> bool:
 
 
 @only_whole
-def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(ray_installed, alone, cluster, model, tmp_path):
+def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(
+    ray_installed, alone, cluster, model, tmp_path
+):
     address, head = cluster
-    for attempt in range(5):  # all is answered within a second of the first answer: the kill may come too late
+    # all is answered within a second of the first answer: the kill may come too late
+    for attempt in range(5):
         suite = Suite(tmp_path / str(attempt), model)
         process = suite.start("--ray", address, "--ray-cores", "1")
         worker = eventually(lambda: _a_worker(head))
@@ -228,18 +251,31 @@ def test_an_address_without_a_cluster_is_one_sentence(suite, ray_installed):
 
 def test_helms_slurm_runner_runs_our_models(model, tmp_path):
     """The commands of docs/how-to/several-machines.md, on a Slurm that is this machine."""
-    pytest.importorskip("simple_slurm", reason="HELM's Slurm runner needs it: pip install 'crfm-helm[slurm]'")
+    pytest.importorskip(
+        "simple_slurm", reason=("HELM's Slurm runner needs it: pip install 'crfm-helm[slurm]'")
+    )
     plain, jobs = Suite(tmp_path / "plain", model), Suite(tmp_path / "jobs", model)
     plain.run(instances=6)
     jobs.environment |= {"PATH": fake_slurm.install(jobs.folder / "slurm_of_one")["PATH"]}
     jobs.run("--dry-run", instances=6)
     assert not list((jobs.folder / "benchmark_output").rglob("s/*/stats.json"))
     (jobs.folder / "prod_env" / "runner_config.yaml").write_text(
-        'helm_max_concurrent_workers: 2\nslurm_monitor_interval: 1\nslurm_args: {cpus_per_task: "1", mem: 8G}\n'
+        "helm_max_concurrent_workers: 2\nslurm_monitor_interval: 1\nslurm_args: {cpus_per_task: "
+        '"1", mem: 8G}\n'
     )
-    command = [Path(sys.executable).with_name("helm-run"), "-r", *ENTRIES, "-m", "6", "--suite", "s"]
+    command = [
+        Path(sys.executable).with_name("helm-run"),
+        "-r",
+        *ENTRIES,
+        "-m",
+        "6",
+        "--suite",
+        "s",
+    ]
     command += ["--runner-class-name", "helm.benchmark.slurm_runner.SlurmRunner"]
-    done = subprocess.run(command, cwd=jobs.folder, env=jobs.environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=jobs.folder, env=jobs.environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert len(list((jobs.folder / "slurm_of_one" / "jobs").iterdir())) == len(ENTRIES)
     assert_same_scores(jobs.scores(), plain.scores())

@@ -21,7 +21,10 @@ LOST = Failure("killed", is_lost=True)
 
 
 def requests_of(number: int) -> list[GenerationRequest]:
-    return [GenerationRequest(prompt_token_ids=(i * 7919 % number, i), max_tokens=2) for i in range(number)]
+    return [
+        GenerationRequest(prompt_token_ids=(i * 7919 % number, i), max_tokens=2)
+        for i in range(number)
+    ]
 
 
 class Simulation:
@@ -30,7 +33,9 @@ class Simulation:
     poison: requests that end their worker, or fail its unit.
     """
 
-    def __init__(self, number: int, num_workers: int, seed: int, poison: frozenset[int] = frozenset()):
+    def __init__(
+        self, number: int, num_workers: int, seed: int, poison: frozenset[int] = frozenset()
+    ):
         self.is_alone, self.num_expected = num_workers == 1, num_workers
         self.poison, self.waiting = poison, dict[int, Unit]()
         self.sizes: list[int] = []

@@ -28,7 +28,9 @@ def test_workers_of_one_machine_divide_its_memory():
 
 
 @pytest.mark.parametrize("set_by, cores, left", [("64", 64, None), ("2", 64, "2"), ("8", 8, "8")])
-def test_a_worker_with_the_whole_machine_lets_torch_choose_its_threads(monkeypatch, set_by, cores, left):
+def test_a_worker_with_the_whole_machine_lets_torch_choose_its_threads(
+    monkeypatch, set_by, cores, left
+):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setenv("OMP_NUM_THREADS", set_by)
     leave_threads_to_torch(cores)
@@ -40,7 +42,9 @@ def test_paths_are_absolute_for_other_processes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sent = ModelToLoad("mine", EngineConfig(offload_dir="disk"), "mine").with_absolute_paths()
     assert (sent.path, sent.config.offload_dir) == (str(tmp_path / "mine"), str(tmp_path / "disk"))
-    assert ModelToLoad("opt-125m", EngineConfig(), "opt-125m").with_absolute_paths().path == "opt-125m"
+    assert (
+        ModelToLoad("opt-125m", EngineConfig(), "opt-125m").with_absolute_paths().path == "opt-125m"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`flexgen-helm run` in processes of its own: without a new request it imports neither PyTorch nor the engine."""
+"""`flexgen-helm run` in processes of its own: without a new request it imports neither PyTorch nor
+the engine.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def test_only_a_new_request_imports_the_engine(tiny, tmp_path):
-    (tmp_path / "models.yaml").write_text(json.dumps({"tiny": {"path": str(tiny("llama").path), "device": "cpu"}}))
+    (tmp_path / "models.yaml").write_text(
+        json.dumps({"tiny": {"path": str(tiny("llama").path), "device": "cpu"}})
+    )
     modules_of(tmp_path, "3")
     first = record(tmp_path)
 
     stored = modules_of(tmp_path, "3", python("plan"))
     assert not ENGINE & {*stored} and "sklearn" in stored
-    assert first["num_reused"] == 0 < record(tmp_path)["num_reused"] == first["workload"]["num_unique"]
+    assert (
+        first["num_reused"] == 0 < record(tmp_path)["num_reused"] == first["workload"]["num_unique"]
+    )
 
     new = modules_of(tmp_path, "5", python("plan"))
     assert {*new} >= ENGINE

@@ -1,4 +1,6 @@
-"""Settings of prompts in real `flexgen-helm run`s: they share weights, and neither answers nor run folders."""
+"""Settings of prompts in real `flexgen-helm run`s: they share weights, and neither answers nor run
+folders.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ def place(tmp_path, monkeypatch):
 
 def records(place: Place) -> dict[str, Any]:
     """What each run's record says of its prompts, by the end of the run's name."""
-    files = (place.folder / "benchmark_output" / "runs" / "s").glob("simple_mcqa:*/flexgen_run.json")
-    return {file.parent.name.split("opt-125m")[-1]: json.loads(file.read_text())["chat_template"] for file in files}
+    files = (place.folder / "benchmark_output" / "runs" / "s").glob(
+        "simple_mcqa:*/flexgen_run.json"
+    )
+    return {
+        file.parent.name.split("opt-125m")[-1]: json.loads(file.read_text())["chat_template"]
+        for file in files
+    }
 
 
 def entries(*names: str, scenario: str = "simple_mcqa") -> list[str]:
@@ -31,14 +38,19 @@ def entries(*names: str, scenario: str = "simple_mcqa") -> list[str]:
 
 def test_two_settings_are_one_engine_and_two_sets_of_answers(place):
     both = (f"{MODEL}-with-template", f"{MODEL}-no-template")
-    output = place.run("suite", entries=[*entries(*both), *entries(*both, scenario="simple_mcqa_scored")])
+    output = place.run(
+        "suite", entries=[*entries(*both), *entries(*both, scenario="simple_mcqa_scored")]
+    )
     events = place.events()
     # Six generated answers a setting; the twelve scores are of the same texts, and computed once.
     assert (events["load"], events["block"], events["answer"]) == (1, 1, 6 + 6 + 12)
     scored = place.run_folder("simple_mcqa_scored") / "flexgen_run.json"
     assert json.loads(scored.read_text())["chat_template"] is None
     said = records(place)
-    assert {name: record["applied"] for name, record in said.items()} == {"-with-template": True, "-no-template": False}
+    assert {name: record["applied"] for name, record in said.items()} == {
+        "-with-template": True,
+        "-no-template": False,
+    }
     assert said["-with-template"]["template"] == said["-no-template"]["template"]
     assert output.count("go through its chat template (asked for)") == 1
     assert output.count("are sent unchanged (switched off)") == 1
@@ -46,7 +58,8 @@ def test_two_settings_are_one_engine_and_two_sets_of_answers(place):
     results = place.results()
     rendered, plain = (results[entry.replace("/", "_")][0] for entry in entries(*both))
     for one, other in zip(rendered["request_states"], plain["request_states"]):
-        assert one["request"]["prompt"] == other["request"]["prompt"]  # HELM's files have the prompt of the scenario
+        # HELM's files have the prompt of the scenario
+        assert one["request"]["prompt"] == other["request"]["prompt"]
     assert [s["result"]["completions"] for s in rendered["request_states"]] != [
         s["result"]["completions"] for s in plain["request_states"]
     ]
@@ -58,8 +71,14 @@ def test_two_settings_are_one_engine_and_two_sets_of_answers(place):
 
 
 def test_base_models_get_no_template_unless_it_is_asked_for(place):
-    assert "are sent unchanged (auto: it is a base model)" in place.run("suite", entries=entries(MODEL))
-    assert records(place)[""] == {**records(place)[""], "applied": False, "reason": "auto: it is a base model"}
+    assert "are sent unchanged (auto: it is a base model)" in place.run(
+        "suite", entries=entries(MODEL)
+    )
+    assert records(place)[""] == {
+        **records(place)[""],
+        "applied": False,
+        "reason": "auto: it is a base model",
+    }
     place.run("suite", "--chat-template", "true", entries=entries(MODEL))
     assert records(place)["-with-template"]["applied"]
 
@@ -67,25 +86,35 @@ def test_base_models_get_no_template_unless_it_is_asked_for(place):
 @pytest.mark.slow
 def test_other_settings_are_named_by_their_digest(place):
     for prompt in ("Be brief.", "Be brief.", "Be long."):
-        place.run("suite", "--chat-template", "true", "--system-prompt", prompt, entries=entries(MODEL))
+        place.run(
+            "suite", "--chat-template", "true", "--system-prompt", prompt, entries=entries(MODEL)
+        )
     assert place.events()["answer"] == 12
     said = records(place)
     assert len(said) == 2 and all(name.startswith("-with-template-chat-") for name in said)
     assert {record["system_prompt"] for record in said.values()} == {"Be brief.", "Be long."}
     name = next(iter(said))
-    unknown = place.run("suite", entries=entries(f"{MODEL}{name}"), expect=2)  # known in its call only
+    # known in its call only
+    unknown = place.run("suite", entries=entries(f"{MODEL}{name}"), expect=2)
     assert f"opt-125m{name}" in unknown
 
 
 @pytest.mark.slow
 def test_a_setting_that_a_name_or_an_entry_decides_is_not_mislabelled(place):
-    contradicted = place.run("suite", "--chat-template", "true", entries=entries(f"{MODEL}-no-template"), expect=2)
+    contradicted = place.run(
+        "suite", "--chat-template", "true", entries=entries(f"{MODEL}-no-template"), expect=2
+    )
     assert "--chat-template true contradict each other" in contradicted
     folder = place.folder / "prod_env"
     folder.mkdir(exist_ok=True)
     arguments = {"path": "opt-125m", "apply_chat_template": False}
-    deployment = {"name": "lab/mine", "client_spec": {"class_name": CLIENT_CLASS, "args": arguments}}
-    (folder / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": [deployment]}))
+    deployment = {
+        "name": "lab/mine",
+        "client_spec": {"class_name": CLIENT_CLASS, "args": arguments},
+    }
+    (folder / "model_deployments.yaml").write_text(
+        yaml.safe_dump({"model_deployments": [deployment]})
+    )
     for flags in (("--chat-template", "true"), ("--thinking-budget", "9")):
         refused = place.run("suite", *flags, entries=entries("lab/mine"), expect=2)
         assert f"{flags[0]} cannot change lab/mine" in refused

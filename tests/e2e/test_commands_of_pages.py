@@ -1,6 +1,8 @@
-"""Every command of README, tutorial and guides runs as it is printed, and prints what the page shows but for figures.
+"""Every command of README, tutorial and guides runs as it is printed, and prints what the page
+shows but for figures.
 
-A tiny model has the names of all models, `-m` is a few instances, and folders of the reader are below the test's.
+A tiny model has the names of all models, `-m` is a few instances, and folders of the reader are
+below the test's.
 `plan` and `models` see the catalog's models.
 """
 
@@ -23,23 +25,30 @@ from tests.helpers.paths import ROOT
 from tests.helpers.real_runs import MAIN
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
-PAGES = ["README.md", "docs/tutorial.md", *(f"docs/how-to/{p.name}" for p in (ROOT / "docs/how-to").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "docs/tutorial.md",
+    *(f"docs/how-to/{p.name}" for p in (ROOT / "docs/how-to").glob("*.md")),
+]
 NAMES = [
-    "smollm2-135m-instruct-q4_1", "smollm2-135m-instruct", "smollm2-f16", "llama-3.1-8b-instruct", "llama-3.1-8b",
-    "pythia-1b", "opt-30b",
+    "smollm2-135m-instruct-q4_1", "smollm2-135m-instruct", "smollm2-f16", "llama-3.1-8b-instruct",
+    "llama-3.1-8b", "pythia-1b", "opt-30b",
 ]  # fmt: skip
 # What is not run, and why.
 LEFT_OUT = {
     r"pip install|python3? -m venv|\. \.venv|python -m nltk": "installs",
     r"flexgen-helm fetch|.*--tasks (arc_easy|mmlu)": "asks the network",
     r"flexgen-helm run -c mine\.conf|helm-summarize --suite lite": "data of the hub",
-    r"helm-server|tail -f|flexgen-helm serve|curl|inspect eval|lm-eval run": "waits; tests/harnesses has servers",
+    r"helm-server|tail -f|flexgen-helm serve|curl|inspect "
+    r"eval|lm-eval run": "waits; tests/harnesses has servers",
     r".*--ray|(RAY_\S+ )?ray |torchrun": "tests/distributed, tests/pipeline",
     r".*(\bMODEL\b|\bSUITE\b|DATE|…)": "a word to replace",
     r"flexgen-helm verify forged": "tests/e2e/test_verify.py forges",
     r"flexgen-helm doctor pythia-1b": "a model of the hub",
     r"flexgen-helm convert": "weights in pickles; tests/checkpoint/test_convert.py",
-    r"helm-run -r mmlu": "names of YAML blocks, which nothing here writes; tests/e2e/test_helm_run.py has such names",
+    r"helm-run -r mmlu": (
+        "names of YAML blocks, which nothing here writes; tests/e2e/test_helm_run.py has such names"
+    ),
 }
 # A console script of a package.
 SCRIPT = """
@@ -50,7 +59,8 @@ script.load()()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Lines of what is shown that depend on the model, by their beginnings.
 OF_THE_MODEL = re.compile(
-    r"simple_mcqa_scored$|lambada|target_perplexity|exact_match +too few|lost|can show|other data|are not computed"
+    r"simple_mcqa_scored$|lambada|target_perplexity|exact_match +too few|lost|can show|other "
+    r"data|are not computed"
     r"|smollm2-q|×|Next:|\d?bit: too few|4bit: |layer \d+|embedding|files: |baseline: |mine: "
     r"|\(No room|Tokens of|- HELM|after +error"
 )
@@ -94,23 +104,33 @@ def kind(line: str) -> str:
 
 
 def test_every_command_is_run_or_left_out_for_a_reason():
-    commands = [c for page in PAGES for block in blocks((ROOT / page).read_text()) for c in block.commands]
+    commands = [
+        c for page in PAGES for block in blocks((ROOT / page).read_text()) for c in block.commands
+    ]
     assert len(commands) > 90
     left_out = [command for command in commands if why_left_out(command)]
     assert len(left_out) < len(commands) / 2
-    unused = [pattern for pattern in LEFT_OUT if not any(re.match(pattern, command) for command in commands)]
+    unused = [
+        pattern
+        for pattern in LEFT_OUT
+        if not any(re.match(pattern, command) for command in commands)
+    ]
     assert unused == []
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    config = llama_config(hidden_size=64, intermediate_size=96, num_attention_heads=4, max_position_embeddings=9000)
+    config = llama_config(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, max_position_embeddings=9000
+    )
     save_random(folder, config, seed=1)
     save_tokenizer(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": template})
+    )
     return folder
 
 
@@ -128,7 +148,10 @@ class Reader:
         self._write_files(model)
         self._write_mmlu()
         programs = {"flexgen-helm": [*python("all"), "-c", MAIN], "python": [*python("all")]}
-        programs |= {name: [*python("all"), "-c", SCRIPT.format(name)] for name in ("helm-run", "helm-summarize")}
+        programs |= {
+            name: [*python("all"), "-c", SCRIPT.format(name)]
+            for name in ("helm-run", "helm-summarize")
+        }
         (folder / "bin").mkdir()
         for name, words in programs.items():
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
@@ -140,7 +163,9 @@ class Reader:
         }  # fmt: skip
 
     def _write_files(self, model: Path) -> None:
-        (self.folder / "text.txt").write_text((ROOT / "SECURITY.md").read_text(encoding="utf-8")[:9000])
+        (self.folder / "text.txt").write_text(
+            (ROOT / "SECURITY.md").read_text(encoding="utf-8")[:9000]
+        )
         suites = (ROOT / "docs/how-to/suites.md").read_text(encoding="utf-8")
         for language, content in [*FENCE.findall(suites), *FENCE.findall(self.text)]:
             if content.startswith("entries: ["):
@@ -152,7 +177,9 @@ class Reader:
                 (self.folder / "capitals.yaml").write_text(content)
             elif content.startswith("my-opt:"):
                 there = content.replace("/models/", f"{self.folder}/models/")
-                (self.folder / "models.yaml").write_text(there + "".join(f"{n}: {m}\n" for n, m in self.names.items()))
+                (self.folder / "models.yaml").write_text(
+                    there + "".join(f"{n}: {m}\n" for n, m in self.names.items())
+                )
             elif content.startswith("# prod_env/"):
                 (self.folder / "prod_env").mkdir()
                 there = content.replace("/models/", f"{self.folder}/models/")
@@ -160,10 +187,16 @@ class Reader:
         for block in self.blocks:
             for name in re.findall(r"^cat (\w+\.jsonl)$", "\n".join(block.commands)):
                 # The tiny model's tokens have smaller ids.
-                content = "".join(f"{line}\n" for line in block.shown).replace("[504, 3575]", "[104, 75]")
+                content = "".join(f"{line}\n" for line in block.shown).replace(
+                    "[504, 3575]", "[104, 75]"
+                )
                 (self.folder / name).write_text(content)
         if not (self.folder / "requests.jsonl").exists():
-            line = {"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "The", "model": NAMES[0]}}
+            line = {
+                "custom_id": "1",
+                "url": "/v1/completions",
+                "body": {"prompt": "The", "model": NAMES[0]},
+            }
             (self.folder / "requests.jsonl").write_text(json.dumps(line) + "\n")
         if ".gguf" in self.text:
             self.names["smollm2-f16"] = str(gguf_of(model, self.folder / "f16.gguf", Kind.F16))
@@ -176,14 +209,18 @@ class Reader:
             for split in ("dev", "val", "test"):
                 folder = self.folder / "benchmark_output" / "scenarios" / "mmlu" / "data" / split
                 folder.mkdir(parents=True, exist_ok=True)
-                rows = (f"Is {n} of {subject} even?,yes,no,perhaps,never,{'AB'[n % 2]}\n" for n in range(5))
+                rows = (
+                    f"Is {n} of {subject} even?,yes,no,perhaps,never,{'AB'[n % 2]}\n"
+                    for n in range(5)
+                )
                 (folder / f"{subject}_{split}.csv").write_text("".join(rows))
 
     def typed(self, number: int, block: Block) -> str:
         """Return the lines of a block for the shell."""
         if block.program:
             programs = [one.program for one in self.blocks[: number + 1] if one.program]
-            last = max(i for i, program in enumerate(programs) if "import " in program)  # the others go on
+            # the others go on
+            last = max(i for i, program in enumerate(programs) if "import " in program)
             (self.folder / f"program{number}.py").write_text("\n".join(programs[last:]))
             return f"python program{number}.py"
         lines = []
@@ -205,9 +242,12 @@ class Reader:
             for number, block in enumerate(self.blocks)
             if not any(map(why_left_out, block.commands)) and "inspect_ai" not in block.program
         }
-        before = "flexgen-helm batch requests.jsonl -o answers.jsonl\n" * ("verify answers.jsonl" in self.text)
+        before = "flexgen-helm batch requests.jsonl -o answers.jsonl\n" * (
+            "verify answers.jsonl" in self.text
+        )
         script = before + "".join(
-            f"echo; echo '@@{number}'\n{lines}\ncode=$?; echo; echo @@@$code\n" for number, lines in runs.items()
+            f"echo; echo '@@{number}'\n{lines}\ncode=$?; echo; echo @@@$code\n"
+            for number, lines in runs.items()
         )
         done = subprocess.run(
             ["bash", "-c", script], cwd=self.folder, env=self.variables, text=True, timeout=400,
@@ -226,15 +266,21 @@ def test_commands_run_and_print_what_the_page_shows(page, model, tmp_path):
     for number, (code, said) in reader.read().items():
         block = reader.blocks[number]
         lines = {kind(line) for line in said.splitlines()}
-        shown = [] if "compare" in " ".join(block.commands) else block.shown  # of other runs, as the pages say
+        # of other runs, as the pages say
+        shown = [] if "compare" in " ".join(block.commands) else block.shown
         unseen = [
             line for line in shown
             if kind(line) not in lines and line.strip() not in ("", "…") and not OF_THE_MODEL.match(line.strip())
         ]  # fmt: skip
         if code or unseen or "Traceback" in said:
-            wrong["; ".join(block.commands) or block.program] = {"code": code, "not printed": unseen, "printed": said}
+            wrong["; ".join(block.commands) or block.program] = {
+                "code": code,
+                "not printed": unseen,
+                "printed": said,
+            }
     assert not wrong, "\n".join(
-        f"{command}\n{json.dumps(how, indent=1, ensure_ascii=False)}" for command, how in wrong.items()
+        f"{command}\n{json.dumps(how, indent=1, ensure_ascii=False)}"
+        for command, how in wrong.items()
     )
 
 
@@ -247,10 +293,16 @@ def test_the_first_score_is_that_of_the_page(wheel_model, tmp_path):
     for page in ("README.md", "docs/tutorial.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         (block,) = [
-            b for b in blocks(text) if any("--suite first" in c and "-r simple" in c for c in b.commands) and b.shown
+            b
+            for b in blocks(text)
+            if any("--suite first" in c and "-r simple" in c for c in b.commands) and b.shown
         ]
         words = shlex.split(block.commands[0])
-        variables = {"FLEXGEN_HELM_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "COLUMNS": "98"}
+        variables = {
+            "FLEXGEN_HELM_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "98",
+        }
         done = subprocess.run(
             [*python("all"), "-c", MAIN, *words[1:]], cwd=tmp_path, env={**os.environ, **variables}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

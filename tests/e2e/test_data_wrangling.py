@@ -31,11 +31,20 @@ def write_all(scenarios: Path) -> None:
     (matching / "entity_matching_scenario_fixed_random_state.json").write_text("{}")
     imputation = scenarios / "entity_data_imputation" / "data"
     bought = [[i, f"set {i}", f"a set of {i}", f"maker {i % 4}", "10"] for i in range(60)]
-    write_table(imputation / "Buy" / "Buy.csv", [["id", "name", "description", "manufacturer", "price"], *bought])
-    places = [f'"grill {i}","{i} main st.","town {i % 4}","{i}-555","thai",\'{i}\'' for i in range(60)]
-    attributes = [f"@attribute {name} string" for name in ("name", "addr", "city", "phone", "type", "class")]
+    write_table(
+        imputation / "Buy" / "Buy.csv",
+        [["id", "name", "description", "manufacturer", "price"], *bought],
+    )
+    places = [
+        f'"grill {i}","{i} main st.","town {i % 4}","{i}-555","thai",\'{i}\'' for i in range(60)
+    ]
+    attributes = [
+        f"@attribute {name} string" for name in ("name", "addr", "city", "phone", "type", "class")
+    ]
     (imputation / "Restaurant").mkdir()
-    (imputation / "Restaurant" / "fz.arff").write_text("\n".join(["@relation x", *attributes, "@data", *places]))
+    (imputation / "Restaurant" / "fz.arff").write_text(
+        "\n".join(["@relation x", *attributes, "@data", *places])
+    )
     write_hospital(scenarios / "error_detection" / "data" / "Hospital")
 
 
@@ -54,4 +63,6 @@ def test_all_six_tasks_run_in_one_suite(tmp_path):
         assert len(states) >= 6 and json.loads((folder / "flexgen_run.json").read_text())
     prompt = states[-1]["request"]["prompt"]  # error detection sorts last
     assert prompt.startswith("Is there an error in the value of the attribute? Yes or No?\n")
-    assert prompt.endswith("\nAnswer:") and prompt.count("Answer: Yes") >= 2 <= prompt.count("Answer: No")
+    assert prompt.endswith("\nAnswer:") and prompt.count("Answer: Yes") >= 2 <= prompt.count(
+        "Answer: No"
+    )

@@ -1,4 +1,6 @@
-"""Every program in examples/ runs as a reader would run it, with a tiny model instead of a downloaded one."""
+"""Every program in examples/ runs as a reader would run it, with a tiny model instead of a
+downloaded one.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,16 @@ def run_example(tmp_path):
     def run(name: str, *arguments: str, **variables: str) -> str:
         # The commands of this environment, helm-run among them.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        own = {"FLEXGEN_HELM_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": path, **variables}
+        own = {
+            "FLEXGEN_HELM_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "1",
+            "PATH": path,
+            **variables,
+        }
         command = [*python("all"), str(EXAMPLES / f"{name}.py"), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **own}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **own}, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -61,7 +70,9 @@ def test_own_checkpoint(run_example, checkpoint, tmp_path):
     printed = run_example("own_checkpoint", str(checkpoint))
     folder = tmp_path / "benchmark_output" / "runs" / "own-checkpoint"
     assert printed.endswith(f"results are in {folder}\n")
-    record = json.loads((folder / "simple_mcqa:model=flexgen_mine" / "flexgen_run.json").read_text())
+    record = json.loads(
+        (folder / "simple_mcqa:model=flexgen_mine" / "flexgen_run.json").read_text()
+    )
     assert (record["precision"], record["workload"]["num_requests"]) == ("fp16", 10)
     documented = re.findall(r"`(\w+)`", (ROOT / "docs" / "reference" / "files.md").read_text())
     assert set(record) <= set(documented), "describe these keys in docs/reference/files.md"
@@ -69,7 +80,9 @@ def test_own_checkpoint(run_example, checkpoint, tmp_path):
 
 def test_larger_than_memory(run_example, tmp_path):
     large = tmp_path / "large"
-    config = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8)
+    config = llama_config(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8
+    )
     save_random(large, config, seed=2)  # 25 MB
     save_tokenizer(large)
     printed = run_example("larger_than_memory", str(large), "12000000", str(tmp_path / "offload"))
@@ -80,9 +93,13 @@ def test_larger_than_memory(run_example, tmp_path):
 
 
 def test_fp16_against_4bit(run_example, checkpoint, tmp_path):
-    (tmp_path / "text").write_text((ROOT / "SECURITY.md").read_text(encoding="utf-8")[:1500], encoding="utf-8")
+    (tmp_path / "text").write_text(
+        (ROOT / "SECURITY.md").read_text(encoding="utf-8")[:1500], encoding="utf-8"
+    )
     printed = run_example("fp16_against_4bit", str(checkpoint), str(tmp_path / "text"))
-    found = re.findall(r"^(fp16|4bit) +perplexity +([\d.]+) +peak memory +[\d.]+ MB$", printed, re.MULTILINE)
+    found = re.findall(
+        r"^(fp16|4bit) +perplexity +([\d.]+) +peak memory +[\d.]+ MB$", printed, re.MULTILINE
+    )
     assert [precision for precision, _ in found] == ["fp16", "4bit"], printed
     fp16, packed = (float(perplexity) for _, perplexity in found)
     assert fp16 != packed and packed == pytest.approx(fp16, rel=0.5)

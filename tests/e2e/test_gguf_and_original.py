@@ -1,4 +1,6 @@
-"""A model and GGUF files of it as one suite: real runs in processes of their own, and `compare` across the models."""
+"""A model and GGUF files of it as one suite: real runs in processes of their own, and `compare`
+across the models.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MODELS = ("original", "q8", "q4")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    config = llama_config(hidden_size=64, intermediate_size=96, num_attention_heads=4, max_position_embeddings=600)
+    config = llama_config(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, max_position_embeddings=600
+    )
     save_random(folder / "Tiny", config, seed=3)
     save_tokenizer(folder / "Tiny")
     for kind in (Kind.Q8_0, Kind.Q4_0):
@@ -34,7 +38,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def suite(folder):
-    return run_suite(folder, *(f"{entry}:model=flexgen/{model}" for entry in ENTRIES for model in MODELS), instances=30)
+    return run_suite(
+        folder,
+        *(f"{entry}:model=flexgen/{model}" for entry in ENTRIES for model in MODELS),
+        instances=30,
+    )
 
 
 def compared(folder, baseline, *more):
@@ -45,7 +53,9 @@ def compared(folder, baseline, *more):
 
 def right(suite, entry, model):
     """Whether each instance is right, from HELM's file."""
-    stats = json.loads((suite / f"{entry}:model=flexgen_{model}" / "per_instance_stats.json").read_text())
+    stats = json.loads(
+        (suite / f"{entry}:model=flexgen_{model}" / "per_instance_stats.json").read_text()
+    )
     return {
         one["instance_id"]: stat["mean"]
         for one in stats
@@ -56,32 +66,46 @@ def right(suite, entry, model):
 
 def test_records_say_what_the_files_have(suite, folder):
     for name, file in (("q8", "Tiny-Q8_0.gguf"), ("q4", "Tiny-Q4_0.gguf")):
-        record = json.loads((suite / f"simple_mcqa:model=flexgen_{name}" / "flexgen_run.json").read_text())
+        record = json.loads(
+            (suite / f"simple_mcqa:model=flexgen_{name}" / "flexgen_run.json").read_text()
+        )
         sizes: dict[str, int] = {}
         for tensor in gguf.GGUFReader(folder / file).tensors:
-            sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_bytes)
+            sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(
+                tensor.n_bytes
+            )
         assert record["checkpoint_bytes"] == sizes and set(sizes) == {file[5:9], "F32"}
-    record = json.loads((suite / "simple_mcqa:model=flexgen_original" / "flexgen_run.json").read_text())
+    record = json.loads(
+        (suite / "simple_mcqa:model=flexgen_original" / "flexgen_run.json").read_text()
+    )
     parameters = AutoModelForCausalLM.from_pretrained(folder / "Tiny").num_parameters()
     assert record["checkpoint_bytes"] == {"F16": 2 * parameters}
 
 
 def test_the_original_bears_verdicts_and_flips(suite, folder):
     found = compared(folder, "original", "--flips", "flips.jsonl")
-    assert found["full_precision"] and found["baseline"].startswith("flexgen/original in fp16; at rest 100 % ")
-    assert found["remedy"] == "" and not any("inconclusive" in one["text"] for one in found["equivalence"].values())
+    assert found["full_precision"] and found["baseline"].startswith(
+        "flexgen/original in fp16; at rest 100 % "
+    )
+    assert found["remedy"] == "" and not any(
+        "inconclusive" in one["text"] for one in found["equivalence"].values()
+    )
     flips = [json.loads(line) for line in (folder / "flips.jsonl").read_text().splitlines()]
     for one in found["comparisons"]:
         if one["metric"] != "exact_match":
             continue
-        base, other = right(suite, one["run"], "original"), right(suite, one["run"], one["precision"])
+        base, other = (
+            right(suite, one["run"], "original"),
+            right(suite, one["run"], one["precision"]),
+        )
         lost = {key for key in base if base[key] > other[key]}
         assert one["instances"] == len(base) == 30 and one["flips"]["lost"] == len(lost)
         assert math.isclose(one["value"], sum(other.values()) / 30)
         assert lost == {
             flip["instance"]
             for flip in flips
-            if (flip["run"], flip["model"], flip["direction"]) == (one["run"], one["precision"], "lost")
+            if (flip["run"], flip["model"], flip["direction"])
+            == (one["run"], one["precision"], "lost")
         }
     assert {flip["model"] for flip in flips} >= {"q4"}  # of random weights 4 bits change answers
     page = (suite / "flexgen_compare.html").read_text()
@@ -91,7 +115,9 @@ def test_the_original_bears_verdicts_and_flips(suite, folder):
 def test_a_quantized_baseline_is_inconclusive_and_names_the_original(suite, folder):
     found = compared(folder, "q8")
     assert "at rest 9" in found["baseline"] and "% Q8_0" in found["baseline"]
-    assert {one["text"] for one in found["equivalence"].values()} == {"inconclusive: no full-precision baseline"}
+    assert {one["text"] for one in found["equivalence"].values()} == {
+        "inconclusive: no full-precision baseline"
+    }
     assert found["remedy"] == "flexgen-helm compare --suite s --baseline original"
     argv = found["remedy"].split()[1:]
     assert flexgen_helm(folder, *argv).returncode == 0

@@ -1,8 +1,8 @@
 """LAMBADA and WikiText-2 of a real model beside lm-evaluation-harness, passage by passage.
 
 `data/lm_eval_reference.json` holds what lm_eval 0.4.13 answered for the first passages and pages
-(`benchmarks/accuracy.py` says how it was called): numbers only. One number of each kind is computed anew by
-`transformers` here, so that the file cannot be wrong unnoticed.
+(`benchmarks/accuracy.py` says how it was called): numbers only. One number of each kind is computed
+anew by `transformers` here, so that the file cannot be wrong unnoticed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def test_the_numbers_of_the_harness_are_those_of_transformers(wheel_model, data,
         ids = tokenizer.encode(passage, add_special_tokens=False)
         context = len(tokenizer.encode(passage.rpartition(" ")[0], add_special_tokens=False))
         found = logprobs(ids[:-1])[context - 1 :]
-        assert sum(row[token].item() for row, token in zip(found, ids[context:])) == pytest.approx(expected, abs=1e-3)
+        assert sum(row[token].item() for row, token in zip(found, ids[context:])) == pytest.approx(
+            expected, abs=1e-3
+        )
         assert (found.argmax(-1).tolist() == ids[context:]) == bool(hit)
     ids = tokenizer.encode(wikitext.detokenize(data[1][0]), add_special_tokens=False)
     (prefix,) = tokenizer.encode("<|endoftext|>", add_special_tokens=False)

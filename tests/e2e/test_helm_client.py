@@ -1,4 +1,6 @@
-"""Our client and HELM's own on the same weights: the same token ids, completions and metrics, but for its defects."""
+"""Our client and HELM's own on the same weights: the same token ids, completions and metrics, but
+for its defects.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ GENERATED = {
     "multiple choice": MMLU,
     "data augmentation": f"{MMLU},data_augmentation=robustness",
 }
-# HELM's client puts these through the chat template too, so that it scores another text; ours never does.
+# HELM's client puts these through the chat template too, so that it scores another text; ours never
+# does.
 SCORED = {
     "scored choices": f"{MMLU},method=multiple_choice_separate_original",
     "calibrated choices": f"{MMLU},method=multiple_choice_separate_calibrated",
@@ -42,7 +45,12 @@ if IS_WHOLE:  # 20 pairs of runs
     SCORED["scored choices with examples"] = "simple_mcqa_scored"
 ENTRIES = {RAW: GENERATED | SCORED, CHAT: GENERATED}
 PROMPT = "Question: the quick brown fox\nAnswer:"
-GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "stop_sequences": []}
+GREEDY: dict[str, Any] = {
+    "prompt": PROMPT,
+    "temperature": 0,
+    "max_tokens": 30,
+    "stop_sequences": [],
+}
 TURNS = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "the quick brown fox"},
@@ -93,7 +101,9 @@ def outcome(tmp_path_factory):
     write_scenarios(folder / "benchmark_output" / "scenarios")
     job = Job(
         entries={model: entries for pair, entries in ENTRIES.items() for model in pair},
-        requests={model: REQUESTS | (ECHO if pair is RAW else CHATS) for pair in ENTRIES for model in pair},
+        requests={
+            model: REQUESTS | (ECHO if pair is RAW else CHATS) for pair in ENTRIES for model in pair
+        },
         instances=3,
     )
     return run_both(folder, model, POSITIONS, job)
@@ -111,12 +121,16 @@ def test_a_chat_template_makes_other_token_ids(outcome):
     """The inverse: what is fed shows the template."""
     raw, chat = ({tuple(ids) for ids in outcome.fed[pair[0]]} for pair in (RAW, CHAT))
     assert not raw & chat
-    longer = len(outcome.fed_by_request[CHAT[0]]["greedy"]) - len(outcome.fed_by_request[RAW[0]]["greedy"])
+    longer = len(outcome.fed_by_request[CHAT[0]]["greedy"]) - len(
+        outcome.fed_by_request[RAW[0]]["greedy"]
+    )
     assert longer > 10
 
 
 @pytest.mark.parametrize(
-    "pair, kind", [(pair, kind) for pair, entries in ENTRIES.items() for kind in entries], ids=lambda value: value[0]
+    "pair, kind",
+    [(pair, kind) for pair, entries in ENTRIES.items() for kind in entries],
+    ids=lambda value: value[0],
 )
 def test_completions_and_metrics_are_equal(outcome, pair, kind):
     ours, theirs = (read_runs([Path(outcome.folders[model][kind])], 0.0) for model in pair)
@@ -129,8 +143,12 @@ def test_completions_and_metrics_are_equal(outcome, pair, kind):
 
 
 def test_a_metric_that_differs_is_found(outcome):
-    """The inverse: the same scenario with and without the template differs in more than known defects."""
-    raw, chat = (read_runs([Path(outcome.folders[pair[0]]["generation"])], 0.0) for pair in (RAW, CHAT))
+    """The inverse: the same scenario with and without the template differs in more than known
+    defects.
+    """
+    raw, chat = (
+        read_runs([Path(outcome.folders[pair[0]]["generation"])], 0.0) for pair in (RAW, CHAT)
+    )
     assert raw.texts != chat.texts
     assert [line for line in differences(raw.stats, chat.stats) if line["why"] is None]
 
@@ -152,6 +170,10 @@ def test_single_requests_are_answered_alike(outcome, pair):
 
 def test_scored_prompts_have_the_same_log_probabilities(outcome):
     (ours,), (theirs,) = (outcome.completions[model]["echo"] for model in RAW)
-    assert [token["text"] for token in ours["tokens"]] == [token["text"] for token in theirs["tokens"]]
+    assert [token["text"] for token in ours["tokens"]] == [
+        token["text"] for token in theirs["tokens"]
+    ]
     logprobs = [token["logprob"] for token in theirs["tokens"]]
-    assert [token["logprob"] for token in ours["tokens"]] == pytest.approx(logprobs, abs=1e-4) and min(logprobs) < -1
+    assert [token["logprob"] for token in ours["tokens"]] == pytest.approx(
+        logprobs, abs=1e-4
+    ) and min(logprobs) < -1

@@ -37,9 +37,15 @@ def test_a_plain_run_batches_and_reports(plain):
         folder = plain.run_folder(name)
         record = json.loads((folder / "flexgen_run.json").read_text())
         stats = {s["name"]["name"]: s for s in json.loads((folder / "stats.json").read_text())}
-        assert stats["flexgen_padded_throughput"]["mean"] == pytest.approx(record["padded_throughput"])
+        assert stats["flexgen_padded_throughput"]["mean"] == pytest.approx(
+            record["padded_throughput"]
+        )
         assert stats["flexgen_efficiency"]["name"]["split"] == "test"
-        assert 0 < record["efficiency"] < 1 and record["policy"] == "fake" and record["precision"] == "fp16"
+        assert (
+            0 < record["efficiency"] < 1
+            and record["policy"] == "fake"
+            and record["precision"] == "fp16"
+        )
         assert record["workload"]["num_requests"] == (6 if name == "simple_mcqa" else 12)
         assert set(record["wall_s"]) == {"data", "adapt", "load", "generate", "metrics"}
         assert stats["exact_match"]["count"] == 1
@@ -48,7 +54,9 @@ def test_a_plain_run_batches_and_reports(plain):
 
 
 def test_every_prompt_is_encoded_once(tmp_path):
-    """Though HELM fits it to the window and counts its tokens, and both passes of a suite make it."""
+    """Though HELM fits it to the window and counts its tokens, and both passes of a suite make
+    it.
+    """
     place = Place(tmp_path)
     place.run("suite")
     encodings = place.encodings()
@@ -65,7 +73,8 @@ def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
     path = place.folder / "prod_env" / "model_deployments.yaml"
     path.parent.mkdir()
     complete = [
-        {**entry, "client_spec": {"class_name": CLIENT_CLASS, "args": entry["client_spec"]}} for entry in entries
+        {**entry, "client_spec": {"class_name": CLIENT_CLASS, "args": entry["client_spec"]}}
+        for entry in entries
     ]
     path.write_text(yaml.safe_dump({"model_deployments": complete}))
     return path
@@ -88,17 +97,23 @@ def run_in(place: Place, precision: str, name: str, expect: int) -> str:
     """Run a model of the folder's `models.yaml` in a precision."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXGEN_HELM_MODELS", str(place.folder / "models.yaml"))
-        return place.run("suite", "--precision", precision, entries=[f"simple_mcqa:model={name}"], expect=expect)
+        return place.run(
+            "suite", "--precision", precision, entries=[f"simple_mcqa:model={name}"], expect=expect
+        )
 
 
 @pytest.mark.parametrize(
     "name, own, refused, taken",
     [
         ("lab/mine", "fp16", ["fp16,4bit", "paper-4bit"], "fp16"),
-        pytest.param("flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit", marks=pytest.mark.slow),
+        pytest.param(
+            "flexgen/small", "4bit", ["fp16,4bit", "fp16"], "4bit", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(name, own, refused, taken, tmp_path):
+def test_a_precision_that_an_entry_decides_is_not_dropped_or_mislabelled(
+    name, own, refused, taken, tmp_path
+):
     place = Place(tmp_path)
     (tmp_path / "models.yaml").write_text("small: {path: opt-125m, precision: 4bit}\n")
     write_deployments(
@@ -122,7 +137,10 @@ def test_precisions_of_a_name_without_one_are_runs_of_their_own(tmp_path):
     (tmp_path / "models.yaml").write_text("mine: opt-125m\n")
     run_in(place, "fp16,4bit", "flexgen/mine", expect=0)
     files = (tmp_path / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
-    found = {file.parent.name.split("_", 2)[-1]: json.loads(file.read_text())["precision"] for file in files}
+    found = {
+        file.parent.name.split("_", 2)[-1]: json.loads(file.read_text())["precision"]
+        for file in files
+    }
     assert found == {"mine": "fp16", "mine-4bit": "4bit"}
 
 
@@ -140,7 +158,9 @@ def test_a_suite_is_one_block_and_equals_plain_runs(plain, tmp_path):
     assert (events["load"], events["block"]) == (1, 1), output
     assert place.results() == plain.results()
     suite = json.loads((tmp_path / "benchmark_output/runs/s/flexgen_suite.json").read_text())
-    assert len(suite["runs"]) == 2 and suite["totals"]["workload"]["num_requests"] == events["answer"]
+    assert (
+        len(suite["runs"]) == 2 and suite["totals"]["workload"]["num_requests"] == events["answer"]
+    )
     assert suite["models"]["opt-125m"]["schedule"] == "row"
     wall = suite["wall_s"]
     assert set(wall) == {"total", "collect", "load", "generate", "finish"}
@@ -152,7 +172,8 @@ def test_a_suite_is_one_block_and_equals_plain_runs(plain, tmp_path):
     assert place.events() == {}
     (place.run_folder("simple_mcqa") / "per_instance_stats.json").unlink()
     place.run("suite", "--skip-completed-runs")
-    assert place.events() == {}  # its results were in the response cache, and the model is not needed for them
+    # its results were in the response cache, and the model is not needed for them
+    assert place.events() == {}
 
 
 def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain):
@@ -160,7 +181,10 @@ def test_a_rerun_computes_nothing_unless_the_cache_is_disabled(plain):
     plain.run("run")
     assert plain.events()["answer"] == 0
     assert plain.results() == before
-    assert json.loads((plain.run_folder("simple_mcqa") / "flexgen_run.json").read_text())["num_reused"] == 6
+    assert (
+        json.loads((plain.run_folder("simple_mcqa") / "flexgen_run.json").read_text())["num_reused"]
+        == 6
+    )
     plain.run("run", "--disable-cache")
     assert plain.events()["answer"] == REQUESTS
     assert plain.results() == before
@@ -172,11 +196,18 @@ def test_a_folder_has_one_run(tmp_path):
     output = place.run("suite", "--suite", "x/y", entries=[ENTRIES[0], ENTRIES[0]])
     assert "1 run of the same name and content as another: each is made once" in output
     assert place.events()["answer"] == 6 and "flexgen-helm report --suite x/y" in output
-    output = place.run("suite", entries=[ENTRIES[0], f"{ENTRIES[0]},increase_max_tokens=30"], expect=2)
+    output = place.run(
+        "suite", entries=[ENTRIES[0], f"{ENTRIES[0]},increase_max_tokens=30"], expect=2
+    )
     said = output.splitlines()[-1]
-    assert f"two run entries make runs of one name, {ENTRIES[0].replace('/', '_')}, which differ (max_tokens 5" in said
+    assert (
+        f"two run entries make runs of one name, {ENTRIES[0].replace('/', '_')}, which differ "
+        "(max_tokens 5" in said
+    )
     assert place.events()["answer"] == 0
-    output = place.run("suite", "--suite", "x/y", "-t", "2", "--skip-completed-runs", entries=ENTRIES[:1])
+    output = place.run(
+        "suite", "--suite", "x/y", "-t", "2", "--skip-completed-runs", entries=ENTRIES[:1]
+    )
     assert "was completed with other settings (-t 1, now 2) and is kept" in " ".join(output.split())
     assert place.events()["answer"] == 0
 
@@ -190,10 +221,15 @@ def test_a_dry_run_loads_no_engine(tmp_path):
         assert (place.run_folder("simple_mcqa") / "dry_run" / "stats.json").is_file()
     # It neither passes for results nor replaces them.
     place.run("suite", "--skip-completed-runs", entries=ENTRIES[:1])
-    assert place.events()["answer"] and (place.run_folder("simple_mcqa") / "flexgen_run.json").is_file()
+    assert (
+        place.events()["answer"]
+        and (place.run_folder("simple_mcqa") / "flexgen_run.json").is_file()
+    )
     before = {path: path.read_bytes() for path in place.run_folder("simple_mcqa").glob("*.json")}
     place.run("suite", "--dry-run", entries=ENTRIES[:1])
-    assert before == {path: path.read_bytes() for path in place.run_folder("simple_mcqa").glob("*.json")}
+    assert before == {
+        path: path.read_bytes() for path in place.run_folder("simple_mcqa").glob("*.json")
+    }
 
 
 @pytest.mark.parametrize(
@@ -217,7 +253,12 @@ def test_ctrl_c_ends_soon_and_the_rerun_computes_the_rest(kind, threads, code, t
     assert 3 <= first < REQUESTS
     if kind == "suite":
         said = re.search(r"interrupted: (\d+) of (\d+) answers are stored", output)
-        assert said and int(said[1]) <= first and int(said[2]) == REQUESTS and "Go on with:\n  flexgen-helm" in output
+        assert (
+            said
+            and int(said[1]) <= first
+            and int(said[2]) == REQUESTS
+            and "Go on with:\n  flexgen-helm" in output
+        )
     place.run(kind, "-n", threads)
     assert place.events()["answer"] == REQUESTS - first
     assert place.results() == plain.results()
@@ -233,7 +274,10 @@ def test_what_goes_wrong_is_said_and_not_retried(tmp_path):
     assert place.events() == {}
     # HELM's own loop for prompts that have no room never ends.
     output = place.run("suite", entries=[f"{ENTRIES[0]},increase_max_tokens=4200"], expect=2)
-    assert "has 4,097 tokens, which leaves no prompt beside an answer of 4,205" in output.splitlines()[-1]
+    assert (
+        "has 4,097 tokens, which leaves no prompt beside an answer of 4,205"
+        in output.splitlines()[-1]
+    )
 
 
 def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny, tmp_path):
@@ -245,12 +289,16 @@ def test_wrong_engine_flags_are_one_sentence_and_exit_code_2(tiny, tmp_path):
     done = flexgen_helm(tmp_path, "run", "-r", *entries, "-m", "2", "--suite", "s")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("flexgen-helm: ")]
     assert done.returncode == 2, done.stderr
-    assert line.startswith("flexgen-helm: simple_mcqa_scored:model=flexgen_bad: --policy 'nonsense'")
+    assert line.startswith(
+        "flexgen-helm: simple_mcqa_scored:model=flexgen_bad: --policy 'nonsense'"
+    )
     assert (Place(tmp_path).run_folder("simple_mcqa") / "stats.json").is_file()
 
 
 def test_a_failing_run_does_not_keep_the_others(tmp_path):
-    """BLEU's data cannot be fetched: results are stored, the message says what is missing, other runs are written."""
+    """BLEU's data cannot be fetched: results are stored, the message says what is missing, other
+    runs are written.
+    """
     place = Place(tmp_path)
     entries = [f"simple_short_answer_qa:model={MODEL}", ENTRIES[1]]
     output = place.run("suite", entries=entries, expect=1)
@@ -269,7 +317,9 @@ def test_scores_are_shown_beside_a_run_whose_data_cannot_be_downloaded(tmp_path,
     place = Place(tmp_path)
     output = place.run("suite", entries=[f"boolq:model={MODEL}", *ENTRIES], expect=1)
     said = output.splitlines()[-1]
-    assert said.startswith(f"flexgen-helm: boolq:model={MODEL.replace('/', '_')}: the scenario's data could not be")
+    assert said.startswith(
+        f"flexgen-helm: boolq:model={MODEL.replace('/', '_')}: the scenario's data could not be"
+    )
     assert "URLError" in said and "Copy it into benchmark_output/scenarios/boolq from" in said
     assert "2 runs in benchmark_output/runs/s" in output and "exact_match" in output
     # The files of a perturbation belong elsewhere.

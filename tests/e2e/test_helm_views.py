@@ -1,4 +1,6 @@
-"""`helm-summarize` and `helm-server` on runs of ours: processes of HELM, which load no plugin, and a real browser."""
+"""`helm-summarize` and `helm-server` on runs of ours: processes of HELM, which load no plugin, and
+a real browser.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ GROUP = "synthetic_reasoning_natural"
 
 
 def helm(name: str, *arguments: str) -> list[str]:
-    """A command of HELM, by its module: `helm-summarize` is helm.benchmark.presentation.summarize."""
-    return [*python("all"), "-c", f"import sys; from {name} import main; sys.exit(main())", *arguments]
+    """A command of HELM, by its module: `helm-summarize` is
+    helm.benchmark.presentation.summarize.
+    """
+    return [
+        *python("all"),
+        "-c",
+        f"import sys; from {name} import main; sys.exit(main())",
+        *arguments,
+    ]
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A suite of a catalog model by `flexgen-helm run` and a model of the user's file by `helm-run`."""
+    """A suite of a catalog model by `flexgen-helm run` and a model of the user's file by
+    `helm-run`.
+    """
     place = Place(tmp_path_factory.mktemp("views"))
     place.run("suite", entries=[f"{GROUP}:difficulty=easy,model={MODEL}"])
     (place.folder / "models.yaml").write_text("mine: opt-125m\n")
@@ -39,11 +50,16 @@ def ran(tmp_path_factory):
 def summarize(folder: Path, *flags: str) -> None:
     """`helm-summarize` in another shell: none of our variables is set.
 
-    One thread: it compiles templates in its threads, and in Python before 3.11.8 and 3.12.2 parallel parses can end in
-    `SystemError: AST constructor recursion depth mismatch` (https://github.com/python/cpython/issues/106905).
+    One thread: it compiles templates in its threads, and in Python before 3.11.8 and 3.12.2
+    parallel parses can end in `SystemError: AST constructor recursion depth mismatch`
+        (https://github.com/python/cpython/issues/106905).
     """
-    command = helm("helm.benchmark.presentation.summarize", "--suite", "s", "--num-threads", "1", *flags)
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("FLEXGEN_HELM")}
+    command = helm(
+        "helm.benchmark.presentation.summarize", "--suite", "s", "--num-threads", "1", *flags
+    )
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("FLEXGEN_HELM")
+    }
     done = subprocess.run(
         command,
         cwd=folder,
@@ -63,7 +79,8 @@ def models_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--auto-generate-schema",), ()])
 def test_a_summary_knows_models_of_both_commands_in_another_shell(ran, flags, tmp_path):
-    shutil.copytree(ran, tmp_path, dirs_exist_ok=True)  # other tests read what `summarized` has there
+    # other tests read what `summarized` has there
+    shutil.copytree(ran, tmp_path, dirs_exist_ok=True)
     summarize(tmp_path, *flags)
     models = models_of(tmp_path)
     assert set(models) == {MODEL, "flexgen/mine"}
@@ -72,14 +89,19 @@ def test_a_summary_knows_models_of_both_commands_in_another_shell(ran, flags, tm
 
 @pytest.mark.slow
 def test_a_summary_shows_names_that_nobody_explains(ran, tmp_path):
-    """Without `prod_env`, as in a folder that was copied from another machine; nothing is downloaded for it."""
+    """Without `prod_env`, as in a folder that was copied from another machine; nothing is
+    downloaded for it.
+    """
     shutil.copytree(ran / "benchmark_output", tmp_path / "benchmark_output")
     (run,) = (tmp_path / "benchmark_output/runs/s").glob("*model=flexgen_mine")
     spec = (run / "run_spec.json").read_text().replace("flexgen/mine", "flexgen/org--repo")
     (run / "run_spec.json").write_text(spec)
     summarize(tmp_path, "--auto-generate-schema")
     models = models_of(tmp_path)
-    assert set(models) == {MODEL, "flexgen/org--repo"} and "num_parameters" not in models["flexgen/org--repo"]
+    assert (
+        set(models) == {MODEL, "flexgen/org--repo"}
+        and "num_parameters" not in models["flexgen/org--repo"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,4 +122,6 @@ def test_the_summary_has_our_throughput_beside_the_scores(summarized):
     (run,) = suite.glob(f"{GROUP}:*opt-125m")
     record = json.loads((run / "flexgen_run.json").read_text())
     shown = [cell.get("value") for table in tables for row in table["rows"] for cell in row]
-    assert pytest.approx(record["padded_throughput"], rel=1e-3) in [x for x in shown if isinstance(x, float)]
+    assert pytest.approx(record["padded_throughput"], rel=1e-3) in [
+        x for x in shown if isinstance(x, float)
+    ]

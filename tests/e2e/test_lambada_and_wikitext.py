@@ -1,4 +1,6 @@
-"""LAMBADA and WikiText-2 through real `helm-run`: figures against a direct computation, and what is refused."""
+"""LAMBADA and WikiText-2 through real `helm-run`: figures against a direct computation, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import pytest
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.report.scores import read_scores
 from flexgen_helm.scenarios import lambada, wikitext
-from tests.helpers.data_sets import FAKE_ENTRIES, FAKE_PASSAGES, PAGES, WORDS, Score, rolling_logprob, write_data
+from tests.helpers.data_sets import (
+    FAKE_ENTRIES,
+    FAKE_PASSAGES,
+    PAGES,
+    WORDS,
+    Score,
+    rolling_logprob,
+    write_data,
+)
 from tests.helpers.helm_runs import MODEL, Place, figures
 from tests.helpers.paths import ROOT
 from tests.helpers.real_runs import run_suite
@@ -52,7 +62,11 @@ def folder_of(place: Place, entry: str) -> Path:
 
 
 def test_every_instance_has_its_sums_for_paired_comparisons(suite):
-    for entry, name in ((FAKE_ENTRIES[0], "exact_match"), (FAKE_ENTRIES[1], "logprob"), (FAKE_ENTRIES[2], "logprob")):
+    for entry, name in (
+        (FAKE_ENTRIES[0], "exact_match"),
+        (FAKE_ENTRIES[1], "logprob"),
+        (FAKE_ENTRIES[2], "logprob"),
+    ):
         rows = json.loads((folder_of(suite, entry) / "per_instance_stats.json").read_text())
         named = [row for row in rows if any(stat["name"]["name"] == name for stat in row["stats"])]
         instances = len(PAGES) if entry.startswith("wikitext") else len(FAKE_PASSAGES)
@@ -61,7 +75,11 @@ def test_every_instance_has_its_sums_for_paired_comparisons(suite):
 
 def test_the_summary_leads_with_the_precise_names(suite):
     shown = [list(read_scores(folder_of(suite, entry)).scores) for entry in FAKE_ENTRIES[:3]]
-    assert shown == [["exact_match"], ["target_perplexity"], ["word_perplexity", "token_perplexity", "bits_per_byte"]]
+    assert shown == [
+        ["exact_match"],
+        ["target_perplexity"],
+        ["word_perplexity", "token_perplexity", "bits_per_byte"],
+    ]
 
 
 def test_files_of_a_run_name_no_folder_of_this_machine(suite):
@@ -69,7 +87,9 @@ def test_files_of_a_run_name_no_folder_of_this_machine(suite):
         assert str(ROOT) not in (folder_of(suite, entry) / "scenario.json").read_text()
 
 
-def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(suite, tmp_path, monkeypatch):
+def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(
+    suite, tmp_path, monkeypatch
+):
     monkeypatch.setenv("FLEXGEN_HELM_DATA", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     place = Place(tmp_path)
@@ -87,7 +107,9 @@ def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(su
 def tiny_passages(
     model: TinyModel, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
 ) -> list[str]:
-    """Passages of which some end in what the model says, of one token and of two, and some do not."""
+    """Passages of which some end in what the model says, of one token and of two, and some do
+    not.
+    """
     rng, found, hits = random.Random(5), [], {1: 0, 2: 0}
     for _ in range(4000):
         context = " ".join(rng.choices(WORDS, k=6))
@@ -137,7 +159,9 @@ def test_figures_of_a_real_engine_are_those_of_transformers(tiny, tmp_path):
         losses.append(-sum(score(ids)[-target:]))
     assert 0 < hits < len(passages)
     assert accuracy["exact_match"] == hits / len(passages)
-    assert perplexity["target_perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert perplexity["target_perplexity"] == pytest.approx(
+        math.exp(sum(losses) / len(losses)), rel=1e-4
+    )
     expected = expected_wikitext(PAGES, encode, encode("<|endoftext|>")[0], 96, score)
     assert {name: pages[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     # Inverse: windows of another length give another figure.

@@ -1,4 +1,6 @@
-"""`flexgen-helm divergence --suite` on real runs: it compares the tokens whose log-probabilities HELM's files have."""
+"""`flexgen-helm divergence --suite` on real runs: it compares the tokens whose log-probabilities
+HELM's files have.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with a chat template, which some of its generated prompts go through and others do not."""
+    """A model with a chat template, which some of its generated prompts go through and others do
+    not.
+    """
     folder = tmp_path_factory.mktemp("divergence")
     save_random(folder / "model", llama_config(max_position_embeddings=3000), seed=5)
     save_tokenizer(folder / "model")
     config = json.loads((folder / "model" / "tokenizer_config.json").read_text())
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
+    (folder / "model" / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": CHATML})
+    )
     write_data(folder / "data", FAKE_PASSAGES, PAGES)
     (folder / "models.yaml").write_text(json.dumps({"tiny": {"path": str(folder / "model")}}))
     return folder
@@ -43,7 +49,10 @@ def command(folder):
 
 @pytest.fixture(scope="module")
 def suite(folder):
-    entries = [f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny" for entry in (*GENERATED, *SCORED)]
+    entries = [
+        f"{entry}{',' if ':' in entry else ':'}model=flexgen/tiny"
+        for entry in (*GENERATED, *SCORED)
+    ]
     return run_suite(folder, *entries, instances=5, more=("--precision", "fp16,8bit"))
 
 
@@ -82,7 +91,9 @@ def test_it_compares_the_tokens_that_the_scores_are_made_of(suite, found, folder
     assert own["baseline_perplexity"] == pytest.approx(math.exp(-sum(base) / len(base)), rel=1e-5)
     assert own["kl"]["tokens"] == len(base) and 0 < own["kl"]["mean"] < own["kl"]["largest"]
     if entry in SCORED:  # both precisions read the same tokens, so the other run has them too
-        other = [logprob for request in written(suite, entry, "8bit", tokenizer) for logprob in request]
+        other = [
+            logprob for request in written(suite, entry, "8bit", tokenizer) for logprob in request
+        ]
         assert own["perplexity"] == pytest.approx(math.exp(-sum(other) / len(other)), rel=1e-5)
         assert own["perplexity"] != pytest.approx(own["baseline_perplexity"], rel=1e-5)
 
@@ -92,7 +103,10 @@ def test_what_cannot_be_found_is_refused_by_name(suite, folder, command):
     changed = suite.with_name("changed")
     shutil.copytree(suite, changed, dirs_exist_ok=True)
     refused = command("divergence", "opt-125m", *argv)
-    assert refused.returncode == 2 and "has no run of opt-125m in fp16; in fp16 it has tiny" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "has no run of opt-125m in fp16; in fp16 it has tiny" in refused.stderr
+    )
     file = changed / "simple_classification:model=flexgen_tiny" / "scenario_state.json"
     content = json.loads(file.read_text())
     content["request_states"][1]["result"]["completions"][0]["logprob"] += 1e-6
@@ -109,5 +123,7 @@ def test_what_cannot_be_found_is_refused_by_name(suite, folder, command):
 
 def _has_run(suite: Path, journal: Path) -> bool:
     """Whether the file has the answers of the FP16 runs."""
-    run = json.loads((suite / "simple_classification:model=flexgen_tiny" / "flexgen_run.json").read_text())
+    run = json.loads(
+        (suite / "simple_classification:model=flexgen_tiny" / "flexgen_run.json").read_text()
+    )
     return journal.stem == run["fingerprint"]

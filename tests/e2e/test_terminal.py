@@ -1,4 +1,6 @@
-"""`flexgen-helm` as a user sees it: whole programs on a pseudo-terminal, whose screen must change all the time."""
+"""`flexgen-helm` as a user sees it: whole programs on a pseudo-terminal, whose screen must change
+all the time.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,35 @@ def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(tiny
     (tmp_path / "models.yaml").write_text(f"mine: {tiny('llama').path}\n")
     command = ["run", "-r", *ENTRIES, "-m", "100", "--suite", "s", "--precision", "4bit"]
     # So many that the panel is drawn several times meanwhile.
-    first = run(tmp_path, *command, "--policy", "4x2,0,0,0,0,0,100", "--cpu-memory", "64MiB", "--disk", "1GiB")
+    first = run(
+        tmp_path,
+        *command,
+        "--policy",
+        "4x2,0,0,0,0,0,100",
+        "--cpu-memory",
+        "64MiB",
+        "--disk",
+        "1GiB",
+    )
     for stage in ("starting HELM", "reading data and making prompts", "computing metrics"):
         assert first.shown(stage), stage
     assert first.shown("mine  4bit") and first.shown("memory: ") and first.shown("log:")
     assert first.shown("from disk") and first.shown("block of 8 in batches of 4")
-    for text in ("2 runs in benchmark_output/runs/s", "exact_match", " ± ", "scored", "HELM's own output"):
+    for text in (
+        "2 runs in benchmark_output/runs/s",
+        "exact_match",
+        " ± ",
+        "scored",
+        "HELM's own output",
+    ):
         assert text in first.last, first.last
     (log,) = (tmp_path / "home" / "logs").iterdir()
     assert "Running simple_mcqa_scored" in log.read_text()
 
     again = run(tmp_path, *command)
-    assert re.search(r"(\d+) of \1 answers come from earlier runs", " ".join(again.last.split())), again.last
+    assert re.search(r"(\d+) of \1 answers come from earlier runs", " ".join(again.last.split())), (
+        again.last
+    )
     assert len(list((tmp_path / "home" / "logs").iterdir())) == 2
 
     fewer = ["2" if word == "100" else word for word in command]
@@ -56,7 +75,11 @@ def test_a_first_4_bit_run_that_is_offloaded_and_one_with_everything_cached(tiny
     dry = run(tmp_path, *command, "--dry-run")
     assert "nothing was computed" in " ".join(dry.last.split())
     suite = tmp_path / "benchmark_output" / "runs" / "s"
-    assert len(list(suite.glob("*/dry_run/scenario_state.json"))) == len(list(suite.glob("*/flexgen_run.json"))) == 2
+    assert (
+        len(list(suite.glob("*/dry_run/scenario_state.json")))
+        == len(list(suite.glob("*/flexgen_run.json")))
+        == 2
+    )
 
 
 def test_quickstart_on_the_fake_engine(tmp_path):
@@ -72,7 +95,12 @@ def test_quickstart_on_the_fake_engine(tmp_path):
 
 def check_quickstart(output: str, folder: Path) -> None:
     suite = folder / "benchmark_output" / "runs" / "quickstart"
-    for text in ("paper-4bit against fp16", "flexgen_compare.html", "flexgen_report.html", "What next:"):
+    for text in (
+        "paper-4bit against fp16",
+        "flexgen_compare.html",
+        "flexgen_report.html",
+        "What next:",
+    ):
         assert text in output, output
     for page, other in (("report", "compare"), ("compare", "report")):
         assert f'href="flexgen_{other}.html"' in (suite / f"flexgen_{page}.html").read_text()

@@ -1,4 +1,6 @@
-"""`flexgen-helm run --until` on the fake engine: a random sample is scored, and the rest is computed when asked for."""
+"""`flexgen-helm run --until` on the fake engine: a random sample is scored, and the rest is
+computed when asked for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PRECISIONS = ("--precision", "fp16,4bit")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Half of the instances in two precisions, in two blocks of each; the whole is in the suite `whole`."""
+    """Half of the instances in two precisions, in two blocks of each; the whole is in the suite
+    `whole`.
+    """
     place = Place(tmp_path_factory.mktemp("until"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAKE_BLOCKS", "2")
@@ -27,24 +31,38 @@ def place(tmp_path_factory):
 
 
 def records(place):
-    return [json.loads(file.read_text()) for file in (place.folder / "benchmark_output/runs/s").glob("*/*_run.json")]
+    return [
+        json.loads(file.read_text())
+        for file in (place.folder / "benchmark_output/runs/s").glob("*/*_run.json")
+    ]
 
 
 def test_a_sample_is_scored_as_helm_scores_the_whole(place):
-    assert [record["sample"] for record in records(place)] == [{"seed": 0, "instances": 3, "of": 6}] * 4
-    assert place.first["answer"] == 2 * (3 + 3 * 2) and (place.first["block"], place.first["load"]) == (4, 3)
+    assert [record["sample"] for record in records(place)] == [
+        {"seed": 0, "instances": 3, "of": 6}
+    ] * 4
+    assert place.first["answer"] == 2 * (3 + 3 * 2) and (
+        place.first["block"],
+        place.first["load"],
+    ) == (4, 3)
     place.run("suite", *PRECISIONS, "--suite", "whole")
     assert place.events()["answer"] == 2 * (3 + 3 * 2), "what the sample had is stored"
     sampled, whole = place.results(), place.results("whole")
     chosen = {}
     for name, (state, _) in sampled.items():
         states = {json.dumps(one, sort_keys=True) for one in state["request_states"]}
-        assert states < {json.dumps(one, sort_keys=True) for one in whole[name][0]["request_states"]}
+        assert states < {
+            json.dumps(one, sort_keys=True) for one in whole[name][0]["request_states"]
+        }
         ids = {one["instance"]["id"] for one in state["request_states"]}
-        assert chosen.setdefault(name.partition(":")[0], ids) == ids, "precisions have the same instances"
+        assert chosen.setdefault(name.partition(":")[0], ids) == ids, (
+            "precisions have the same instances"
+        )
         folder = place.folder / "benchmark_output" / "runs" / "s" / name
         rows = json.loads((folder / "per_instance_stats.json").read_text())
-        values = [s["mean"] for row in rows for s in row["stats"] if s["name"]["name"] == "exact_match"]
+        values = [
+            s["mean"] for row in rows for s in row["stats"] if s["name"]["name"] == "exact_match"
+        ]
         assert figures(folder)["exact_match"] == pytest.approx(sum(values) / 3) and len(values) == 3
         assert {row["instance_id"] for row in rows} == ids
 
@@ -54,15 +72,21 @@ def test_tables_and_comparisons_say_that_it_is_a_sample(place):
     assert note in " ".join(place.said.split())
     folder = place.folder / "benchmark_output" / "runs" / "s"
     (model,) = compare_suite(folder)
-    assert any(text.startswith(note) for text in model.notes) and all(one.instances == 3 for one in model.comparisons)
-    assert all(one.equivalence.decision == "not decided" for one in model.comparisons), "there are more instances"
+    assert any(text.startswith(note) for text in model.notes) and all(
+        one.instances == 3 for one in model.comparisons
+    )
+    assert all(one.equivalence.decision == "not decided" for one in model.comparisons), (
+        "there are more instances"
+    )
     assert any(text.startswith(note) for text in read_suite(folder).notes)
     runs = [read_scores(path) for path in folder.glob("*model=*")]
     assert {run.data_size for run in runs} == {math.inf}
 
 
 def test_the_totals_of_a_suite_are_of_all_blocks(place):
-    record = json.loads((place.folder / "benchmark_output" / "runs" / "s" / "flexgen_suite.json").read_text())
+    record = json.loads(
+        (place.folder / "benchmark_output" / "runs" / "s" / "flexgen_suite.json").read_text()
+    )
     assert record["totals"]["workload"]["num_requests"] == 18
 
 
@@ -73,7 +97,9 @@ def test_skipped_are_completed_runs_and_not_samples(tmp_path, monkeypatch):
     monkeypatch.delenv("FAKE_BLOCKS")
     assert place.events()["answer"] == 2
     place.run("suite", "--skip-completed-runs")
-    assert place.events()["answer"] == 6 - 2 + 12 and not any(record["sample"] for record in records(place))
+    assert place.events()["answer"] == 6 - 2 + 12 and not any(
+        record["sample"] for record in records(place)
+    )
     place.run("suite", "--skip-completed-runs")
     assert place.events()["answer"] == 0
     sixth = place.results()
@@ -98,27 +124,38 @@ def test_what_cannot_be_is_said_before_anything_is_read(tmp_path):
 
 
 def decided(place, *flags):
-    """The shares that were computed until a suite of 60 instances was decided, and what it printed."""
-    process = place.start("suite", "-r", *ENTRIES, "-m", "60", "--suite", "s", "--until-decided", *PRECISIONS, *flags)
+    """The shares that were computed until a suite of 60 instances was decided, and what it
+    printed.
+    """
+    process = place.start(
+        "suite", "-r", *ENTRIES, "-m", "60", "--suite", "s", "--until-decided", *PRECISIONS, *flags
+    )
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 0, output
     return [record["sample"] and record["sample"]["instances"] for record in records(place)], output
 
 
 def test_a_suite_ends_when_its_pairs_are_decided(tmp_path):
-    """Both precisions of the fake answer alike: 30 instances without a flip show 20 points, at a level of 1.25 %."""
+    """Both precisions of the fake answer alike: 30 instances without a flip show 20 points, at a
+    level of 1.25 %.
+    """
     place = Place(tmp_path)
     (instances, output) = decided(place, "--margin", "20")
     assert instances == [30] * 4
     assert place.events()["answer"] == 2 * (30 + 60)
-    assert "Samples grew until pairs were decided: p-values are divided by 0.25" in " ".join(output.split())
+    assert "Samples grew until pairs were decided: p-values are divided by 0.25" in " ".join(
+        output.split()
+    )
     folder = tmp_path / "benchmark_output" / "runs" / "s"
     (model,) = compare_suite(folder, margin=0.2)
     assert {one.equivalence.decision for one in model.comparisons} == {"equivalent"}
     for one in model.comparisons:
-        assert one.equivalence.p_value == pytest.approx(4 * 0.8**30, rel=0.03) and one.instances == 30
+        assert (
+            one.equivalence.p_value == pytest.approx(4 * 0.8**30, rel=0.03) and one.instances == 30
+        )
     assert sum(record["num_reused"] for record in records(place)) == 0
-    # A smaller margin needs more instances than there are: all are computed, and the looks are still paid for.
+    # A smaller margin needs more instances than there are: all are computed, and the looks are
+    # still paid for.
     assert decided(place, "--margin", "1")[0] == [None] * 4
     assert {record["look"] for record in records(place)} == {0.5}
     (model,) = compare_suite(folder, margin=0.01)
@@ -131,7 +168,9 @@ def test_a_suite_ends_when_its_pairs_are_decided(tmp_path):
 def test_two_models_are_a_pair_as_well(tmp_path):
     place = Place(tmp_path)
     entries = ["-r", *(f"simple_mcqa:model=flexgen/{name}" for name in ("opt-125m", "opt-350m"))]
-    process = place.start("suite", *entries, "-m", "60", "--suite", "s", "--until-decided", "--margin", "20")
+    process = place.start(
+        "suite", *entries, "-m", "60", "--suite", "s", "--until-decided", "--margin", "20"
+    )
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 0, output
     assert [record["sample"]["instances"] for record in records(place)] == [30, 30]
@@ -141,7 +180,9 @@ def test_completed_runs_and_no_runs_have_no_blocks(tmp_path):
     place = Place(tmp_path)
     place.run("suite", *PRECISIONS)
     place.events()
-    said = place.run("suite", *PRECISIONS, "--until-decided", "--hours", "1", "--skip-completed-runs")
+    said = place.run(
+        "suite", *PRECISIONS, "--until-decided", "--hours", "1", "--skip-completed-runs"
+    )
     assert "4 runs in " in said
     place.run("suite", "--hours", "1", "--models-to-run", "flexgen/gpt2")
     assert place.events()["answer"] == 0
@@ -149,7 +190,10 @@ def test_completed_runs_and_no_runs_have_no_blocks(tmp_path):
 
 def test_one_model_in_one_precision_has_no_pair(tmp_path):
     said = Place(tmp_path).run("suite", "--until-decided", expect=2)
-    assert "--until-decided compares precisions or models: give two, for example --precision fp16,4bit" in said
+    assert (
+        "--until-decided compares precisions or models: give two, for example --precision fp16,4bit"
+        in said
+    )
     assert "--margin 70 is not between 0 and 50" in Place(tmp_path).run(
         "suite", "--until-decided", "--margin", "70", expect=2
     )

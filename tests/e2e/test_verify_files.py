@@ -1,4 +1,6 @@
-"""`flexgen-helm verify` of what `batch` and `lm-eval` wrote: equal, unless one answer is changed and drawn."""
+"""`flexgen-helm verify` of what `batch` and `lm-eval` wrote: equal, unless one answer is changed
+and drawn.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 
 from flexgen_helm.cli import main
 from tests.helpers.chat_models import CHATML
-from tests.helpers.lm_eval_tasks import CHOICES, LAST_WORD, PAGES, SUMS, invented_tasks, leave_out_others
+from tests.helpers.lm_eval_tasks import (
+    CHOICES,
+    LAST_WORD,
+    PAGES,
+    SUMS,
+    invented_tasks,
+    leave_out_others,
+)
 from tests.helpers.real_runs import MAIN, flexgen_helm
 from tests.helpers.tiny_models import llama_config, save_random, save_tokenizer
 
@@ -33,7 +42,9 @@ def folder(tmp_path_factory):
     save_random(folder / "model", llama_config(vocab_size=315), seed=5)
     save_tokenizer(folder / "model")
     config = json.loads((folder / "model" / "tokenizer_config.json").read_text())
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
+    (folder / "model" / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": CHATML})
+    )
     (folder / "models.yaml").write_text(json.dumps({"tiny": {"path": str(folder / "model")}}))
     return folder
 
@@ -44,18 +55,33 @@ def run(folder):
 
 
 def requests(count):
-    """Lines of all kinds: texts, token ids, chats, several prompts, drawn and greedy, with log-probabilities or not."""
+    """Lines of all kinds: texts, token ids, chats, several prompts, drawn and greedy, with
+    log-probabilities or not.
+    """
     draw = random.Random(0)
     for number in range(count):
-        body = {"model": "tiny", "max_tokens": draw.randint(1, 4), "temperature": draw.choice([0, 1])}
+        body = {
+            "model": "tiny",
+            "max_tokens": draw.randint(1, 4),
+            "temperature": draw.choice([0, 1]),
+        }
         if number % 3 == 0:
             url = CHAT
             body |= {"messages": [{"role": "user", "content": f"say {number}"}]}
             body |= draw.choice([{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}])
         else:
             url = TEXT
-            body |= {"prompt": draw.choice([f"word {number}", [5, 6, 7 + number % 200], ["a b", "c"]])}
-            body |= draw.choice([{}, {"logprobs": 2, "echo": True}, {"n": 2, "seed": 3}, {"stop": "e", "logprobs": 0}])
+            body |= {
+                "prompt": draw.choice([f"word {number}", [5, 6, 7 + number % 200], ["a b", "c"]])
+            }
+            body |= draw.choice(
+                [
+                    {},
+                    {"logprobs": 2, "echo": True},
+                    {"n": 2, "seed": 3},
+                    {"stop": "e", "logprobs": 0},
+                ]
+            )
         yield {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
 
 
@@ -88,7 +114,10 @@ def test_one_changed_answer_among_1000_is_found_where_it_is_drawn(run, answered,
         "with 95 % confidence at most 1.2 % of the 1,000 answers of 'out.jsonl' "
         "differ\n"
     )
-    drawn = {seed: set(np.random.default_rng(seed).choice(1000, 250, replace=False).tolist()) for seed in range(2)}
+    drawn = {
+        seed: set(np.random.default_rng(seed).choice(1000, 250, replace=False).tolist())
+        for seed in range(2)
+    }
     planted = min(drawn[0] - drawn[1])
     choice = lines[planted]["response"]["body"]["choices"][-1]
     if "message" in choice:
@@ -129,7 +158,9 @@ def few(folder, answered, tmp_path):
             change(lines[number]["response"]["body"])
         write(tmp_path / "few.jsonl", lines)
         if record:
-            (tmp_path / "few.jsonl.run.json").write_text((folder / "out.jsonl.run.json").read_text())
+            (tmp_path / "few.jsonl.run.json").write_text(
+                (folder / "out.jsonl.run.json").read_text()
+            )
         return str(tmp_path / "few.jsonl"), "--requests", "in.jsonl", "--sample", "100%"
 
     return make
@@ -138,18 +169,30 @@ def few(folder, answered, tmp_path):
 @pytest.mark.parametrize("change", [_message, _logprob, _usage])
 def test_whatever_is_changed_of_an_answer_is_found(run, few, folder, change):
     asked = lines_of(folder / "in.jsonl")
-    number = next(n for n in range(12) if asked[n]["url"] == CHAT and asked[n]["body"].get("logprobs"))
+    number = next(
+        n for n in range(12) if asked[n]["url"] == CHAT and asked[n]["body"].get("logprobs")
+    )
     done = run("verify", *few((number, change)))
-    assert done.returncode == 1 and done.stdout.count(" differs at ") == 1, done.stdout + done.stderr
-    assert "failed: 11 of 12 answers equal to the bit; these are all of the 12 answers of 'few.jsonl'" in done.stdout
+    assert done.returncode == 1 and done.stdout.count(" differs at ") == 1, (
+        done.stdout + done.stderr
+    )
+    assert (
+        "failed: 11 of 12 answers equal to the bit; these are all of the 12 answers of 'few.jsonl'"
+        in done.stdout
+    )
 
 
 def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_path):
     bundle = str(tmp_path / "few.jsonl.zst")
     done = run("verify", *few(), "--with", "transformers", "--bundle", bundle)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("passed: 12 of 12 answers equal within 0.001 (by transformers in float32; ")
-    for more, how in (((), "equal to the bit"), (("--with", "transformers"), "equal within 0.001 (by transformers")):
+    assert done.stdout.startswith(
+        "passed: 12 of 12 answers equal within 0.001 (by transformers in float32; "
+    )
+    for more, how in (
+        ((), "equal to the bit"),
+        (("--with", "transformers"), "equal within 0.001 (by transformers"),
+    ):
         done = run("verify", bundle, *more)
         assert done.returncode == 0 and done.stdout.startswith(f"passed: 12 of 12 answers {how}"), (
             done.stdout + done.stderr
@@ -181,9 +224,9 @@ def evaluated(folder):
     test = tasks / f"{SUMS}.jsonl"
     test.write_text(test.read_text().splitlines()[0] + "\n" + test.read_text())  # one prompt twice
     done = flexgen_helm(
-        folder, "lm-eval", "--model_args", "pretrained=tiny,batch_invariant=True,max_length=90", "--include_path",
-        str(tasks), "--tasks", CHOICES, LAST_WORD, PAGES, SUMS, "drawn", "--output_path", "out", "--log_samples",
-        program=FEW_TASKS,
+        folder, "lm-eval", "--model_args", "pretrained=tiny,batch_invariant=True,max_length=90",
+        "--include_path", str(tasks), "--tasks", CHOICES, LAST_WORD, PAGES, SUMS, "drawn",
+        "--output_path", "out", "--log_samples", program=FEW_TASKS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (results,) = (folder / "out").rglob("results_*.json")
@@ -216,14 +259,14 @@ def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
         "scores, questions and references of 1 run, made again, are equal\n"
     )
     done = run("verify", bundle)
-    assert done.returncode == 0 and done.stdout.startswith(f"passed: {count} of {count} answers equal to the bit"), (
-        done.stderr
-    )
+    assert done.returncode == 0 and done.stdout.startswith(
+        f"passed: {count} of {count} answers equal to the bit"
+    ), done.stderr
     done = run("verify", path, "--sample", "100%", "--with", "transformers", program=FEW_TASKS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        f"passed: {count} of {count} answers equal within 0.001 of each sum (by transformers in float32; the"
-        in done.stdout
+        f"passed: {count} of {count} answers equal within 0.001 of each sum (by transformers in "
+        "float32; the" in done.stdout
     )
 
 
@@ -255,15 +298,35 @@ FORGERIES = [
     (LAST_WORD, _put("resps", 0, 0, 1, lambda old: str(old == "False")), " differs at '[0][0][1]'"),
     (PAGES, _put("resps", 0, 0, _next), " differs at '[0][0]'"),
     ("drawn", _put("resps", 0, -1, lambda old: old + "7"), " differs at '[0][1]'"),
-    (SUMS, _put("exact_match", 1.0), "document 3, filter number: exact_match is 1.0 in the file, and 0.0 made again"),
-    (SUMS, _put("filtered_resps", ["7"]), "document 3, filter number: filtered_resps[0] is '7' in the file"),
+    (
+        SUMS,
+        _put("exact_match", 1.0),
+        "document 3, filter number: exact_match is 1.0 in the file, and 0.0 made again",
+    ),
+    (
+        SUMS,
+        _put("filtered_resps", ["7"]),
+        "document 3, filter number: filtered_resps[0] is '7' in the file",
+    ),
     (SUMS, _put("target", "7"), "document 3, filter number: target is '7' in the file"),
     (SUMS, _put("doc", "a", 77), "document 3, filter number: doc.a is 77 in the file"),
-    (CHOICES, _put("arguments", "gen_args_0", "arg_0", "A"), "filter none: arguments[0][0] is 'A' in"),
+    (
+        CHOICES,
+        _put("arguments", "gen_args_0", "arg_0", "A"),
+        "filter none: arguments[0][0] is 'A' in",
+    ),
     (CHOICES, _put("doc_id", 2), "1 answers are there more than once: 'choices, document 2'"),
     (LAST_WORD, _put("doc_id", 99), "last_word, document 3 has no answer"),
-    (None, _put("results", SUMS, "exact_match,number", 1.0), "sums: exact_match,number is 1.0 in the file, and 0.0"),
-    (None, _put("results", LAST_WORD, "perplexity,none", 9.0), "last_word: perplexity,none is 9.0 in the file"),
+    (
+        None,
+        _put("results", SUMS, "exact_match,number", 1.0),
+        "sums: exact_match,number is 1.0 in the file, and 0.0",
+    ),
+    (
+        None,
+        _put("results", LAST_WORD, "perplexity,none", 9.0),
+        "last_word: perplexity,none is 9.0 in the file",
+    ),
 ]
 
 
@@ -285,8 +348,13 @@ def test_results_of_lm_eval_without_samples_or_record_are_refused(run, evaluated
     content = json.loads(evaluated.read_text())
     (tmp_path / "results_x.json").write_text(json.dumps(content))
     done = run("verify", str(tmp_path / "results_x.json"))
-    assert done.returncode == 1 and "make it again with flexgen-helm lm-eval --log_samples" in done.stderr
+    assert (
+        done.returncode == 1
+        and "make it again with flexgen-helm lm-eval --log_samples" in done.stderr
+    )
     del content["config"]["flexgen_run"]
-    (evaluated.parent / f"results_{evaluated.stem.rpartition('_')[2]}.json").write_text(json.dumps(content))
+    (evaluated.parent / f"results_{evaluated.stem.rpartition('_')[2]}.json").write_text(
+        json.dumps(content)
+    )
     done = run("verify", str(evaluated))
     assert done.returncode == 1 and "make it again with flexgen-helm lm-eval" in done.stderr

@@ -25,7 +25,12 @@ def test_a_template_that_is_missing_is_refused_before_weights_are_loaded(tiny):
 @pytest.mark.parametrize("temperature, n", [(0.0, 1), (1.0, 3)])
 def test_a_budget_ends_thinking_with_the_models_own_probabilities(tiny, folder, temperature, n):
     request = GenerationRequest(
-        messages=CHAT, max_tokens=40, temperature=temperature, n=n, ignore_eos=True, stop=("\n</think>",)
+        messages=CHAT,
+        max_tokens=40,
+        temperature=temperature,
+        n=n,
+        ignore_eos=True,
+        stop=("\n</think>",),
     )
     options = {"chat_template_kwargs": {"think": True}}
     with Engine.from_pretrained(folder, thinking_budget=3, **options) as engine:

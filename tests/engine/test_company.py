@@ -1,4 +1,6 @@
-"""A request's numbers have the same bits alone and in any company, or its model is refused by name."""
+"""A request's numbers have the same bits alone and in any company, or its model is refused by
+name.
+"""
 
 import random
 import tempfile
@@ -24,12 +26,25 @@ MIB = 1 << 20
 CPUINFO = Path("/proc/cpuinfo")
 IS_AMD = CPUINFO.is_file() and "AuthenticAMD" in CPUINFO.read_text()
 pytestmark = [
-    pytest.mark.skipif(not IS_AMD, reason="PyTorch's exponentials were tried on AMD's processors alone"),
-    pytest.mark.skipif(not can_attend(torch.zeros(1, 1, 1)), reason="no compiled loop attends here"),
+    pytest.mark.skipif(
+        not IS_AMD, reason=("PyTorch's exponentials were tried on AMD's processors alone")
+    ),
+    pytest.mark.skipif(
+        not can_attend(torch.zeros(1, 1, 1)), reason="no compiled loop attends here"
+    ),
 ]
-# Kinds of layers: windows and caps, biases, positions, ALiBi, parallel ones, experts, sinks, and a hybrid.
+# Kinds of layers: windows and caps, biases, positions, ALiBi, parallel ones, experts, sinks, and a
+# hybrid.
 FAST = ["llama", "gemma2", "opt-350m", "mixtral", "GptOssForCausalLM"]
-SLOW = ["gpt2", "bloom", "pythia", "qwen3-moe", "Lfm2ForCausalLM", "CohereForCausalLM", "FalconForCausalLM"]
+SLOW = [
+    "gpt2",
+    "bloom",
+    "pythia",
+    "qwen3-moe",
+    "Lfm2ForCausalLM",
+    "CohereForCausalLM",
+    "FalconForCausalLM",
+]
 CASES = [
     *((variant, "fp16") for variant in FAST),
     ("llama@50257", "fp16"),
@@ -45,7 +60,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
-    """Build a variant, or a class of transformers, with room for several blocks of keys: its folder, its window.
+    """Build a variant, or a class of transformers, with room for several blocks of keys: its
+    folder, its window.
 
     name@size: with a vocabulary of that size.
     """
@@ -67,21 +83,26 @@ def longer(tmp_path_factory):
 
 
 def tree_of_prompts(draw, longest, vocabulary=0):
-    """Requests of every kind, with beginnings in common that end at and beside borders of blocks."""
+    """Requests of every kind, with beginnings in common that end at and beside borders of
+    blocks.
+    """
     vocabulary, stems = vocabulary or (VOCABULARY if longest > 60 else 60), [[]]
     for _ in range(draw.randrange(1, 4)):
         size = draw.choice([1, 5, 30, 63, 64, 70] if longest > 60 else [1, 5, 20])
         stems.append(draw.choice(stems) + [draw.randrange(3, vocabulary) for _ in range(size)])
 
     def prompt():
-        ids = draw.choice(stems) + [draw.randrange(3, vocabulary) for _ in range(1 + draw.randrange(30))]
+        ids = draw.choice(stems) + [
+            draw.randrange(3, vocabulary) for _ in range(1 + draw.randrange(30))
+        ]
         return ids[: longest - 12]
 
     most = draw.choice([[0], [0, 1, 2, 7, 12]])  # scoring alone is prefill-only
     return [
         GenerationRequest(
             prompt_token_ids=prompt(), max_tokens=draw.choice(most), echo_logprobs=draw.random() < 0.5,
-            n=draw.choice([1, 1, 3]), temperature=draw.choice([0.0, 0.9]), seed=seed, ignore_eos=True,
+            n=draw.choice([1, 1, 3]), temperature=draw.choice([0.0, 0.9]), seed=seed,
+            ignore_eos=True,
         )
         for seed in range(draw.randrange(2, 12))
     ]  # fmt: skip
@@ -93,7 +114,9 @@ def bits(result):
 
 
 def assert_equal_bits(model, asked, draw, **options):
-    """Compare each request alone, on one thread and in memory, with all of them under a drawn plan."""
+    """Compare each request alone, on one thread and in memory, with all of them under a drawn
+    plan.
+    """
     with tempfile.TemporaryDirectory() as folder:
         torch.set_num_threads(1)
         with Engine.from_pretrained(model, offload_dir=folder, **options) as engine:
@@ -102,9 +125,15 @@ def assert_equal_bits(model, asked, draw, **options):
         policy = "{}x{},0,{},0,{},0,100".format(
             *(draw.choice(x) for x in ([1, 2, 3, 5], [1, 2, 3], *2 * [[0, 50, 100]]))
         )
-        plan = {"policy": policy, "schedule": draw.choice(["row", "zigzag"])} if draw.random() < 0.7 else {}
+        plan = (
+            {"policy": policy, "schedule": draw.choice(["row", "zigzag"])}
+            if draw.random() < 0.7
+            else {}
+        )
         limits = MemoryLimits(cpu=64 * MIB, disk=256 * MIB)
-        with Engine.from_pretrained(model, offload_dir=folder, limits=limits, **plan, **options) as engine:
+        with Engine.from_pretrained(
+            model, offload_dir=folder, limits=limits, **plan, **options
+        ) as engine:
             if draw.random() < 0.6:
                 engine.share_every_beginning()
             order = draw.sample(range(len(asked)), len(asked))
@@ -129,12 +158,13 @@ def test_the_comparison_sees_sums_over_a_vocabulary_that_threads_divide(longer, 
         Engine.from_pretrained(longer("llama@50257")[0], batch_invariant=True)
 
 
-# Elements of modules, wherever they lie: PyTorch's own functions differ in the last elements of a vector, or for a long
-# row that is alone.
+# Elements of modules, wherever they lie: PyTorch's own functions differ in the last elements of a
+# vector, or for a long row that is alone.
 PLACES = {
     "mish": F.mish, "elu": F.elu, "power": lambda x: x.abs() ** 1.3, "fifth": lambda x: (x / 3) ** 5.0,
     "sigmoid": torch.sigmoid, "softplus": F.softplus,
-    "sum": lambda x: x.sum(-1, keepdim=True).expand_as(x), "mean": lambda x: x.mean(-1, keepdim=True).expand_as(x),
+    "sum": lambda x: x.sum(-1, keepdim=True).expand_as(x),
+    "mean": lambda x: x.mean(-1, keepdim=True).expand_as(x),
 }  # fmt: skip
 
 
@@ -147,7 +177,9 @@ def test_functions_of_modules_do_not_follow_the_place_of_an_element(name):
         torch.set_num_threads(2)
         with BatchInvariant():
             alone = torch.cat([function(row) for row in rows.split(1)])
-            together = function(rows) if is_sum else function(torch.cat((rows.flatten(), torch.zeros(7))))
+            together = (
+                function(rows) if is_sum else function(torch.cat((rows.flatten(), torch.zeros(7))))
+            )
         assert torch.equal(alone.flatten(), together.flatten()[: 4 * size])
         torch.testing.assert_close(alone.double(), function(rows.double()), rtol=1e-5, atol=1e-4)
         plain = torch.cat([function(row) for row in rows.split(1)])
@@ -157,9 +189,17 @@ def test_functions_of_modules_do_not_follow_the_place_of_an_element(name):
 
 
 def test_sums_and_powers_that_are_none_of_long_rows_are_those_of_pytorch():
-    """Other axes of a tensor whose rows are long, all of it, and whole powers of negative numbers."""
+    """Other axes of a tensor whose rows are long, all of it, and whole powers of negative
+    numbers.
+    """
     x = torch.randn(3, 40_001)
-    for function in (lambda y: y.mean(0), lambda y: y.mean(), lambda y: y.sum(0), lambda y: y.sum(), lambda y: y**4.0):
+    for function in (
+        lambda y: y.mean(0),
+        lambda y: y.mean(),
+        lambda y: y.sum(0),
+        lambda y: y.sum(),
+        lambda y: y**4.0,
+    ):
         with BatchInvariant():
             found = function(x)
         torch.testing.assert_close(found.double(), function(x.double()), rtol=1e-4, atol=1e-5)
@@ -170,7 +210,9 @@ def test_a_matrix_unit_gives_one_row_the_bits_of_many(longer, tmp_path):
     asked = tree_of_prompts(random.Random(3), 40)
     with (
         nullcontext() if has_amx() else software_tiles(),
-        Engine.from_pretrained(longer("llama")[0], offload_dir=tmp_path, batch_invariant=True) as engine,
+        Engine.from_pretrained(
+            longer("llama")[0], offload_dir=tmp_path, batch_invariant=True
+        ) as engine,
     ):
         together = [bits(result) for result in engine.run(asked)]
         assert together == [bits(engine.run([request])[0]) for request in asked]
@@ -181,12 +223,16 @@ def test_a_matrix_unit_gives_one_row_the_bits_of_many(longer, tmp_path):
     [
         ("llama", {"precision": "paper-4bit"}, "KV cache of paper-4bit"),
         ("llama", {"device": "sim", "limits": MemoryLimits(gpu=64 * MIB)}, "take --device cpu"),
-        pytest.param("JambaForCausalLM", {}, "JambaForCausalLM, has other bits alone", marks=pytest.mark.slow),
+        pytest.param(
+            "JambaForCausalLM", {}, "JambaForCausalLM, has other bits alone", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_follows_the_batch_is_refused(longer, tmp_path, variant, options, named):
     with pytest.raises(UsageError, match=named):
-        Engine.from_pretrained(longer(variant)[0], batch_invariant=True, offload_dir=tmp_path, **options)
+        Engine.from_pretrained(
+            longer(variant)[0], batch_invariant=True, offload_dir=tmp_path, **options
+        )
 
 
 def test_a_loop_that_is_missing_is_refused(longer, tmp_path, monkeypatch):

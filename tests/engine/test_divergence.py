@@ -1,4 +1,6 @@
-"""Two models, one after the other: every figure equals a direct formula in float64 on whole rows of `transformers`."""
+"""Two models, one after the other: every figure equals a direct formula in float64 on whole rows of
+`transformers`.
+"""
 
 import math
 import os
@@ -25,7 +27,14 @@ from flexgen_helm.engine.divergence import (
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, RequestError, UsageError
 from tests.helpers.model_folders import edit_config
 from tests.helpers.parity import prompts
-from tests.helpers.tiny_models import VARIANTS, VOCABULARY, TinyModel, gemma_config, llama_config, save_random
+from tests.helpers.tiny_models import (
+    VARIANTS,
+    VOCABULARY,
+    TinyModel,
+    gemma_config,
+    llama_config,
+    save_random,
+)
 
 # Two models of each family, that differ in their weights.
 FAMILIES = {
@@ -44,7 +53,10 @@ def pair(tmp_path_factory):
     def get(family):
         if family not in made:
             folders = [tmp_path_factory.mktemp(family) for _ in range(2)]
-            made[family] = [TinyModel(path, save_random(path, FAMILIES[family](), n)) for n, path in enumerate(folders)]
+            made[family] = [
+                TinyModel(path, save_random(path, FAMILIES[family](), n))
+                for n, path in enumerate(folders)
+            ]
         return made[family]
 
     return get
@@ -71,7 +83,8 @@ def ends(texts):
 def compare(models, *parts, share=True, by_layer=False, options=({}, {})):
     with TemporaryDirectory() as folder:
         opened = [
-            partial(Engine.from_pretrained, path, **{"device": "cpu", **more}) for path, more in zip(models, options)
+            partial(Engine.from_pretrained, path, **{"device": "cpu", **more})
+            for path, more in zip(models, options)
         ]
         with opened[0]() as engine:
             if share:
@@ -86,11 +99,15 @@ def compare(models, *parts, share=True, by_layer=False, options=({}, {})):
 
 
 def formula(references, asked, width=None):
-    """Log-probabilities, KL and equal top tokens of the compared tokens, from whole rows in float64, by definition."""
+    """Log-probabilities, KL and equal top tokens of the compared tokens, from whole rows in
+    float64, by definition.
+    """
     columns = []
     for ids, compared in zip(asked.token_ids, asked.compared):
         with torch.no_grad():
-            logits = [model.double()(torch.tensor([list(ids)])).logits[0].numpy() for model in references]
+            logits = [
+                model.double()(torch.tensor([list(ids)])).logits[0].numpy() for model in references
+            ]
         for index in compared:
             p, q = (rows[index - 1] - rows[index - 1].max() for rows in logits)
             p, q = p - np.log(np.exp(p).sum()), q - np.log(np.exp(q).sum())
@@ -103,18 +120,26 @@ def assert_equal(found, expected):
     np.testing.assert_allclose(found[:2], expected[:2], atol=1e-4)
     np.testing.assert_allclose(found[2], expected[2], rtol=1e-3, atol=1e-6)
     assert np.array_equal(found[3], expected[3])
-    perplexities = [[math.exp(-math.fsum(row) / len(row)) for row in values[:2]] for values in (found, expected)]
+    perplexities = [
+        [math.exp(-math.fsum(row) / len(row)) for row in values[:2]] for values in (found, expected)
+    ]
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [({}, {}), (STREAMED, {}), (PASSES, PASSES)], ids=["memory", "one", "both"])
+@pytest.mark.parametrize(
+    "options", [({}, {}), (STREAMED, {}), (PASSES, PASSES)], ids=["memory", "one", "both"]
+)
 @pytest.mark.parametrize("asked", [whole, ends])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_figures_equal_the_formula_on_rows_of_transformers(pair, tmp_path, family, asked, options):
-    """Also where one model is in memory and the other one on the disk, and batches are smaller than they could be."""
+    """Also where one model is in memory and the other one on the disk, and batches are smaller than
+    they could be.
+    """
     models, tokens = pair(family), asked(texts_that_share())
     folder = {"offload_dir": tmp_path, "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28)}
-    (found,) = compare([model.path for model in models], tokens, options=[{**folder, **more} for more in options])
+    (found,) = compare(
+        [model.path for model in models], tokens, options=[{**folder, **more} for more in options]
+    )
     expected = formula([model.reference for model in models], tokens)
     assert expected[2].min() > 0.01  # or equal rows would do
     assert_equal(found.values, expected)
@@ -125,9 +150,16 @@ def test_figures_equal_the_formula_on_rows_of_transformers(pair, tmp_path, famil
 def test_a_model_is_at_no_distance_from_itself(pair, tmp_path, family, options):
     path = pair(family)[0].path
     folder = {"offload_dir": tmp_path, "limits": MemoryLimits(cpu=1 << 26, disk=1 << 28), **options}
-    (found,) = compare([path, path], whole(texts_that_share()), by_layer=True, options=(folder, folder))
+    (found,) = compare(
+        [path, path], whole(texts_that_share()), by_layer=True, options=(folder, folder)
+    )
     base, logprobs, kl, same = found.values
-    assert np.array_equal(base, logprobs) and not kl.any() and same.all() and found.layers == (0.0,) * len(found.layers)
+    assert (
+        np.array_equal(base, logprobs)
+        and not kl.any()
+        and same.all()
+        and found.layers == (0.0,) * len(found.layers)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,13 +169,20 @@ def test_relative_errors_of_layers_equal_those_of_transformers(pair, family):
     squares = np.zeros((2, len(found.layers)))
     for ids in texts:
         states = [hidden_states(model.reference.double(), ids) for model in models]
-        squares += [[((b - a) ** 2).sum() for a, b in zip(*states)], [(a**2).sum() for a in states[0]]]
+        squares += [
+            [((b - a) ** 2).sum() for a, b in zip(*states)],
+            [(a**2).sum() for a in states[0]],
+        ]
     np.testing.assert_allclose(found.layers, np.sqrt(squares[0] / squares[1]), rtol=1e-5)
 
 
 def hidden_states(model, ids):
-    """After the embedding and each layer, before the last norm, which `transformers` has in its last state."""
-    (layers,) = (part for name, part in model.named_modules() if name in ("model.layers", "transformer.h"))
+    """After the embedding and each layer, before the last norm, which `transformers` has in its
+    last state.
+    """
+    (layers,) = (
+        part for name, part in model.named_modules() if name in ("model.layers", "transformer.h")
+    )
     last = []
     hook = layers[-1].register_forward_hook(
         lambda module, given, out: last.append(out[0] if isinstance(out, tuple) else out)
@@ -151,7 +190,9 @@ def hidden_states(model, ids):
     with torch.no_grad():
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     hook.remove()
-    return [state[0].numpy() if state.ndim == 3 else state.numpy() for state in (*states[:-1], last[0])]
+    return [
+        state[0].numpy() if state.ndim == 3 else state.numpy() for state in (*states[:-1], last[0])
+    ]
 
 
 @pytest.mark.parametrize("precision", ["8bit", "4bit", "4bit-s"])
@@ -160,7 +201,10 @@ def test_precisions_whose_caches_share_other_beginnings_or_none(pair, precision)
     (model, _), beginning = pair("llama"), prompts(1, 70, seed=4)[0][:1] * 66
     texts = [[*beginning, *ids] for ids in prompts(4, 20, seed=5)]
     options = {}, {"precision": precision}
-    plain = [compare([model.path] * 2, whole(texts), share=share, options=options)[0].values for share in (True, False)]
+    plain = [
+        compare([model.path] * 2, whole(texts), share=share, options=options)[0].values
+        for share in (True, False)
+    ]
     np.testing.assert_allclose(plain[0][0], plain[1][0], atol=1e-5)
     assert plain[0][2].max() > 1e-5
 
@@ -172,7 +216,10 @@ def test_rows_of_padding_count_in_their_own_model_alone(pair, tmp_path):
     for first, second in ((models[0], wider), (wider, models[0])):
         tokens = whole(texts_that_share())
         (found,) = compare([first.path, second.path], tokens)
-        assert_equal(found.values, formula([first.reference, second.reference], tokens, VOCABULARY).clip(min=-np.inf))
+        assert_equal(
+            found.values,
+            formula([first.reference, second.reference], tokens, VOCABULARY).clip(min=-np.inf),
+        )
 
 
 def test_parts_have_the_figures_that_they_have_alone(pair):
@@ -280,7 +327,9 @@ def test_the_room_of_logits_is_known_before_anything_is_computed(engines, option
     exact.remove()
     assert base.beside(options).limits.disk is None
     limited = replace(options, limits=MemoryLimits(disk=base.num_bytes - 1))
-    with pytest.raises(MemoryLimitError, match="what is compared take .* with --offload-dir, raise --disk"):
+    with pytest.raises(
+        MemoryLimitError, match=("what is compared take .* with --offload-dir, raise --disk")
+    ):
         Baseline([asked], config, limited, by_layer)
 
 
@@ -303,13 +352,25 @@ def opened(words, rows, layers=3, width=48):
 @pytest.mark.parametrize(
     "first, second, says",
     [
-        (opened("a b c", 4), opened("a b d", 4), "token 2 is 'c' in the first and 'd' in the second"),
-        (opened("a b c", 3), opened("a b", 2), "token 2 is 'c' in the first and none in the second"),
+        (
+            opened("a b c", 4),
+            opened("a b d", 4),
+            "token 2 is 'c' in the first and 'd' in the second",
+        ),
+        (
+            opened("a b c", 3),
+            opened("a b", 2),
+            "token 2 is 'c' in the first and none in the second",
+        ),
         (opened("a b c", 4), opened("a b", 4), None),  # a name of a row that the other one has too
         (opened("a b", 4), opened("a b c", 3), None),
         (opened("a b", 2), opened("a b", 99), None),
         (opened(None, 4), opened("a b c", 4), None),
-        (opened(None, 4), opened("a b c", 5), "have 4 and 5 tokens, and not both have tokenizer files"),
+        (
+            opened(None, 4),
+            opened("a b c", 5),
+            "have 4 and 5 tokens, and not both have tokenizer files",
+        ),
     ],
 )
 def test_vocabularies(first, second, says):
@@ -323,7 +384,9 @@ def test_vocabularies(first, second, says):
 def test_layers_that_do_not_match(shape):
     first, second = opened("a", 2), opened("a", 2, *shape)
     require_comparable([first, second], False)
-    with pytest.raises(UsageError, match=f"the models have 3 layers of 48 and {shape[0]} layers of {shape[1]}"):
+    with pytest.raises(
+        UsageError, match=(f"the models have 3 layers of 48 and {shape[0]} layers of {shape[1]}")
+    ):
         require_comparable([first, second], True)
 
 

@@ -1,4 +1,6 @@
-"""What users meet: documented results at the edges, and bad input that fails alone, clearly and at once."""
+"""What users meet: documented results at the edges, and bad input that fails alone, clearly and at
+once.
+"""
 
 import dataclasses
 import json
@@ -48,14 +50,24 @@ def ask(ids, new=0, **options):
 def test_edges_have_documented_results(engine):
     scored = {"echo_logprobs": True}
     empty = GenerationRequest(prompt="", max_tokens=5, **scored)
-    asked = [ask([7, 8, 9]), ask([7, 8, 9], n=2, **scored), ask([7], **scored), ask([3] * 97, **scored), empty]
+    asked = [
+        ask([7, 8, 9]),
+        ask([7, 8, 9], n=2, **scored),
+        ask([7], **scored),
+        ask([3] * 97, **scored),
+        empty,
+    ]
     nothing, score, one, last, empty, explicit = engine.run([*asked, ask([0], 5)])
-    assert [c.finish_reason for c in nothing.completions] == ["length"] and nothing.completions[0].text == ""
+    assert [c.finish_reason for c in nothing.completions] == ["length"] and nothing.completions[
+        0
+    ].text == ""
     assert nothing.prompt_logprobs is None and nothing.prompt_token_ids == (7, 8, 9)
     assert len(score.completions) == 2 and len(score.prompt_logprobs) == 3
     assert one.prompt_logprobs == (None,)
-    assert last.error is None and len(last.prompt_logprobs) == 97  # the last token is scored, never fed
-    assert empty.prompt_token_ids == () and empty.prompt_logprobs == ()  # behind the token that begins texts
+    # the last token is scored, never fed
+    assert last.error is None and len(last.prompt_logprobs) == 97
+    # behind the token that begins texts
+    assert empty.prompt_token_ids == () and empty.prompt_logprobs == ()
     assert empty.completions[0].token_ids == explicit.completions[0].token_ids
 
 
@@ -66,14 +78,21 @@ def test_eos_and_stop_strings_end_a_completion_and_are_not_part_of_it(tiny, monk
         starts = [i for i in range(1, len(free.text) - 1) if "\ufffd" not in free.text[i : i + 2]]
         stops = [free.text[i : i + 2] for i in starts]
         stopped = engine.run([dataclasses.replace(request, stop=[stop]) for stop in stops])
-        monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset([free.token_ids[3]]))  # other engines share it
+        # other engines share it
+        monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset([free.token_ids[3]]))
     with Engine.from_pretrained(tiny("llama").path) as engine:
         ended = engine.run([dataclasses.replace(request, ignore_eos=False)])[0].completions[0]
     for stop, result in zip(stops, stopped, strict=True):
         completion = result.completions[0]
         kept = len(completion.token_ids)
-        assert completion.finish_reason == "stop" and completion.text == free.text[: free.text.index(stop)]
-        assert completion.token_ids == free.token_ids[:kept] and completion.logprobs == free.logprobs[:kept]
+        assert (
+            completion.finish_reason == "stop"
+            and completion.text == free.text[: free.text.index(stop)]
+        )
+        assert (
+            completion.token_ids == free.token_ids[:kept]
+            and completion.logprobs == free.logprobs[:kept]
+        )
     assert ended.finish_reason == "endoftext" and len(ended.logprobs) == len(ended.token_ids)
     assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[3])]
 
@@ -91,7 +110,9 @@ def test_results_are_reported_as_they_finish(engine):
 
 @pytest.mark.parametrize("schedule, new", [("prefill-only", 1), ("zigzag", 5), ("row", 5)])
 def test_the_time_left_counts_the_prompts_of_the_pass_that_runs(tiny, monkeypatch, schedule, new):
-    """A pass through streamed weights may be the whole run, so what it computes is not done when it begins."""
+    """A pass through streamed weights may be the whole run, so what it computes is not done when it
+    begins.
+    """
     monkeypatch.setattr("flexgen_helm.engine.run._REPORT_EVERY_S", 0.0)
     asked = [ask([3 + i] * 9, new, ignore_eos=True) for i in range(6)]
     seen = []
@@ -101,7 +122,10 @@ def test_the_time_left_counts_the_prompts_of_the_pass_that_runs(tiny, monkeypatc
     assert len(under_way) >= 3
     for p in under_way:
         assert p.total_tokens == 6 * (9 + new - 1)
-        assert p.remaining_s == pytest.approx(p.elapsed_s * (p.total_tokens / p.done_tokens - 1)) and p.remaining_s > 0
+        assert (
+            p.remaining_s == pytest.approx(p.elapsed_s * (p.total_tokens / p.done_tokens - 1))
+            and p.remaining_s > 0
+        )
 
 
 def test_an_interrupted_run_keeps_what_is_finished_and_frees_its_cache(engine):
@@ -112,7 +136,9 @@ def test_an_interrupted_run_keeps_what_is_finished_and_frees_its_cache(engine):
     assert set(seen) == {0, 1, 2}
     engine.ledger.check({"weights": engine.ledger.in_use})
     full = engine.run(requests)
-    assert [full[index].completions for index in seen] == [result.completions for result in seen.values()]
+    assert [full[index].completions for index in seen] == [
+        result.completions for result in seen.values()
+    ]
 
 
 def test_equal_requests_are_computed_once(engine):
@@ -138,11 +164,15 @@ def test_the_run_record_adds_up(engine, monkeypatch):
     monkeypatch.setattr(TransferStats, "seconds", lambda self: {"wait_weights": 1e6})
     engine.run(requests)
     times = engine.last_run["time_s"]
-    assert times["compute"] == 0 and math.isclose(times["wait"] + times["other"], engine.last_run["latency_s"])
+    assert times["compute"] == 0 and math.isclose(
+        times["wait"] + times["other"], engine.last_run["latency_s"]
+    )
 
 
 def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
-    """A row that turns non-finite while decoding shares its slot group; the freed slot must not poison the mover."""
+    """A row that turns non-finite while decoding shares its slot group; the freed slot must not
+    poison the mover.
+    """
     requests = [ask([9, 10 + i, 20], 12, ignore_eos=True) for i in range(5)]
     calls = []
 
@@ -159,9 +189,13 @@ def test_one_rows_fault_does_not_reach_its_slot_group(tiny, monkeypatch):
         replace_layers(monkeypatch, poisoned)
         after = engine.run(requests)
     (failed,) = [index for index, result in enumerate(after) if result.error]
-    assert isinstance(after[failed].error, NumericalError) and "layers.0" in str(after[failed].error)
+    assert isinstance(after[failed].error, NumericalError) and "layers.0" in str(
+        after[failed].error
+    )
     del before[failed], after[failed]
-    assert [r.completions[0].token_ids for r in after] == [r.completions[0].token_ids for r in before]
+    assert [r.completions[0].token_ids for r in after] == [
+        r.completions[0].token_ids for r in before
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +215,9 @@ def test_the_fingerprint_is_known_before_the_weights_are_read(tiny, variant, opt
 
 
 def test_the_fingerprint_is_quick_only_where_it_is_certain(tiny, tmp_path, monkeypatch):
-    """Elsewhere the model is opened: on a GPU, for modules of transformers, a conversion, and files never hashed."""
+    """Elsewhere the model is opened: on a GPU, for modules of transformers, a conversion, and files
+    never hashed.
+    """
     path, another, config = tiny("llama").path, tiny("gpt2").path, EngineConfig(device="cpu")
     known = quick_engine_fingerprint(path, config)
     assert known is not None and quick_engine_fingerprint(another, config) not in (None, known)
@@ -201,15 +237,22 @@ def test_the_fingerprint_is_quick_only_where_it_is_certain(tiny, tmp_path, monke
     assert fingerprint_before_loading(tmp_path / "modules", config) is not None
 
 
-@pytest.mark.parametrize("variant, precision", [("llama", "4bit"), ("mixtral", "fp16"), ("opt", "4bit")])
+@pytest.mark.parametrize(
+    "variant, precision", [("llama", "4bit"), ("mixtral", "fp16"), ("opt", "4bit")]
+)
 def test_a_limit_that_is_too_small_is_answered_with_one_that_is_enough(tiny, variant, precision):
     path = tiny(variant).path
     with pytest.raises(MemoryLimitError, match=r"raise --cpu-memory$") as refused:
         Engine.from_pretrained(path, precision=precision, limits=MemoryLimits(cpu=1000))
     enough = int(re.findall(r"\(([\d,]+) bytes\)", str(refused.value))[-1].replace(",", ""))
-    with Engine.from_pretrained(path, precision=precision, limits=MemoryLimits(cpu=enough)) as engine:
+    with Engine.from_pretrained(
+        path, precision=precision, limits=MemoryLimits(cpu=enough)
+    ) as engine:
         length = min(511, engine.config.max_positions - 1)
-        assert [result.error for result in engine.run([ask([5], 1), ask([5] * length, 1)])] == [None, None]
+        assert [result.error for result in engine.run([ask([5], 1), ask([5] * length, 1)])] == [
+            None,
+            None,
+        ]
         assert engine.ledger.peak <= enough
 
 

@@ -1,4 +1,6 @@
-"""What `generation_config.json` says beside stop tokens: applied as `generate` does, or refused by name."""
+"""What `generation_config.json` says beside stop tokens: applied as `generate` does, or refused by
+name.
+"""
 
 import inspect
 import json
@@ -11,7 +13,13 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.checkpoint.folder import TOKENIZER_FILES
-from flexgen_helm.checkpoint.generation_config import ALWAYS, IRRELEVANT, REFUSED, SAMPLED, read_generation_settings
+from flexgen_helm.checkpoint.generation_config import (
+    ALWAYS,
+    IRRELEVANT,
+    REFUSED,
+    SAMPLED,
+    read_generation_settings,
+)
 from flexgen_helm.errors import CheckpointError
 from tests.helpers.generation_settings import GREEDY
 from tests.helpers.parity import prompts
@@ -46,7 +54,9 @@ def requests(count=5, **settings):
 def generate(model, request):
     """The tokens that `generate` of transformers returns in float32."""
     ids = torch.tensor([request.prompt_token_ids])
-    drawn = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, pad_token_id=0)
+    drawn = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_tokens, pad_token_id=0
+    )
     tokens = drawn[0, ids.shape[1] :].tolist()
     return [*takewhile(lambda token: token not in ENDS, tokens)]
 
@@ -69,8 +79,13 @@ def test_greedy_tokens_equal_those_of_generate(folder_with, settings, name):
         plain = engine.run(asked)
         assert engine.last_run["generation_config"] == {"applied": {}, "ignored": settings}
     for request, result in zip(asked, results, strict=True):
-        assert result.error is None and [*result.completions[0].token_ids] == generate(model, request)
-    changed = [result.completions[0].token_ids != one.completions[0].token_ids for result, one in zip(results, plain)]
+        assert result.error is None and [*result.completions[0].token_ids] == generate(
+            model, request
+        )
+    changed = [
+        result.completions[0].token_ids != one.completions[0].token_ids
+        for result, one in zip(results, plain)
+    ]
     assert any(changed)
     for result, one in zip(results, plain):  # log-probabilities stay those of the model
         first, same = result.completions[0], one.completions[0]
@@ -90,16 +105,27 @@ def test_answers_end_without_tokenizer_files_too(folder_with, settings):
         assert engine.tokenizer is None
         answers = [result.completions[0] for result in engine.run(asked)]
         fingerprint = engine.fingerprint
-    assert [[*answer.token_ids] for answer in answers] == [generate(model, request) for request in asked]
+    assert [[*answer.token_ids] for answer in answers] == [
+        generate(model, request) for request in asked
+    ]
     assert "endoftext" in {answer.finish_reason for answer in answers}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS[:1], **settings}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ENDS[:1], **settings})
+    )
     with Engine.from_pretrained(folder, device="cpu") as engine:
         assert engine.fingerprint != fingerprint
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"top_k": 3}, {"min_p": 0.3}, {"typical_p": 0.3}, {"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.1}, {"top_h": 0.4}],
+    [
+        {"top_k": 3},
+        {"min_p": 0.3},
+        {"typical_p": 0.3},
+        {"epsilon_cutoff": 0.05},
+        {"eta_cutoff": 0.1},
+        {"top_h": 0.4},
+    ],
     ids=lambda settings: "-".join(settings),
 )
 def test_sampled_tokens_are_those_that_generate_may_draw(folder_with, settings):
@@ -114,8 +140,9 @@ def test_sampled_tokens_are_those_that_generate_may_draw(folder_with, settings):
     for request, result in zip(asked, results, strict=True):
         ids = torch.tensor([request.prompt_token_ids])
         scores = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=True, temperature=0.9, top_p=0.95,
-            top_k=settings.get("top_k", 0), output_scores=True, return_dict_in_generate=True, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=True,
+            temperature=0.9, top_p=0.95, top_k=settings.get("top_k", 0), output_scores=True,
+            return_dict_in_generate=True, pad_token_id=0,
         ).scores[0][0]  # fmt: skip
         expected = torch.softmax(scores, -1)
         drawn = [completion.token_ids[0] for completion in result.completions]
@@ -142,7 +169,9 @@ def test_what_is_not_applied_is_refused_by_name(folder_with):
     "settings", [{"repetition_penalty": -2.0}, {"sequence_bias": [[[99999], 1.0]]}, {"top_k": "x"}]
 )
 def test_values_that_transformers_refuses_are_refused_before_the_weights(folder_with, settings):
-    with pytest.raises(CheckpointError, match=r"cannot apply the generation settings of .*generation_config.json"):
+    with pytest.raises(
+        CheckpointError, match=(r"cannot apply the generation settings of .*generation_config.json")
+    ):
         Engine.from_pretrained(folder_with(settings), device="cpu")
 
 
@@ -153,7 +182,9 @@ def test_every_entry_of_transformers_is_classified(folder_with):
     assert entries | GenerationConfig._get_default_generation_params().keys() <= KNOWN
     read = inspect.getsource(GenerationConfig.__init__)
     assert {name for name in KNOWN if f'"{name}"' in read} >= entries
-    assert len(KNOWN) == len(ALWAYS) + len(SAMPLED) + len(REFUSED) + sum(map(len, IRRELEVANT.values()))
+    assert len(KNOWN) == len(ALWAYS) + len(SAMPLED) + len(REFUSED) + sum(
+        map(len, IRRELEVANT.values())
+    )
 
 
 def test_applied_settings_are_part_of_the_fingerprint(folder_with):

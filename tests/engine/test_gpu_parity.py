@@ -1,4 +1,6 @@
-"""On a CUDA device: no kernel is wrong, and packed scores are those of the processor. `make gpu-check`."""
+"""On a CUDA device: no kernel is wrong, and packed scores are those of the processor.
+`make gpu-check`.
+"""
 
 import json
 
@@ -14,7 +16,9 @@ from tests.helpers.blocks import EVERY_FORMAT
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu-check)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device (make gpu-check)"
+    ),
 ]
 
 
@@ -43,9 +47,14 @@ def test_small_models_prove_themselves(tiny, variant):
 @pytest.mark.parametrize("variant", ["llama", "opt", "gemma2", "bloom"])
 @pytest.mark.parametrize("precision", ["4bit", "4bit-s", "fp16-s", "paper-4bit"])
 def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, precision):
-    """Rounding flips at borders of codes move single tokens, so only the mean is held to 16-bit compute's tolerance."""
+    """Rounding flips at borders of codes move single tokens, so only the mean is held to 16-bit
+    compute's tolerance.
+    """
     ids = [i * i % 300 + 2 for i in range(95 + 5)]  # of 96 positions
-    requests = [GenerationRequest(prompt_token_ids=ids[i : i + 95], max_tokens=0, echo_logprobs=True) for i in range(5)]
+    requests = [
+        GenerationRequest(prompt_token_ids=ids[i : i + 95], max_tokens=0, echo_logprobs=True)
+        for i in range(5)
+    ]
     scored = []
     for device in ("cuda", "cpu"):
         with Engine.from_pretrained(
@@ -55,6 +64,7 @@ def test_packed_scores_equal_those_of_the_processor(tiny, tmp_path, variant, pre
             assert [result.error for result in results] == [None] * len(results)
             scored.append([x for result in results for x in result.prompt_logprobs[1:]])
             assert engine.ledger.by_kind().keys() == {"weights"}
-    # FlexGen's own format packs all keys but the newest: packing moves scores by 0.03 to 0.54, and flips by a tenth.
+    # FlexGen's own format packs all keys but the newest: packing moves scores by 0.03 to 0.54, and
+    # flips by a tenth.
     bound = 1e-1 if precision == "paper-4bit" else 2e-2
     assert sum(abs(a - b) for a, b in zip(*scored)) / len(scored[0]) < bound

@@ -1,4 +1,6 @@
-"""A stopped pass over prompts goes on behind the layer whose hidden states are kept, with the same scores."""
+"""A stopped pass over prompts goes on behind the layer whose hidden states are kept, with the same
+scores.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ def answers(results):
 
 def open_engine(model, folder, **options):
     return Engine.from_pretrained(
-        model.path, offload_dir=folder, limits=LIMITS, batch_invariant=True, schedule="prefill-only", **options
+        model.path,
+        offload_dir=folder,
+        limits=LIMITS,
+        batch_invariant=True,
+        schedule="prefill-only",
+        **options,
     )
 
 
@@ -67,7 +74,9 @@ def stopped(engine, requests, computed, stage, drawn=True):
 @pytest.mark.parametrize("variant", ["llama", "opt", "mixtral", "gemma3"])
 @pytest.mark.parametrize("policy", [None, "3x2,0,50,0,50,0,40"])
 def test_a_stopped_pass_goes_on_behind_a_layer(tiny, tmp_path, stages, variant, policy):
-    """With shared prefixes, experts, windows, and hidden states on the disk; by another engine, in other batches."""
+    """With shared prefixes, experts, windows, and hidden states on the disk; by another engine, in
+    other batches.
+    """
     model, requests = tiny(variant), asked()
     with open_engine(model, tmp_path) as engine:
         expected = answers(engine.run(requests))
@@ -83,7 +92,9 @@ def test_a_stopped_pass_goes_on_behind_a_layer(tiny, tmp_path, stages, variant, 
     assert min(stages) >= 2 and not file.exists()
 
 
-@pytest.mark.parametrize("change", ["cut", "damaged", "other prompts", "other weights", "nothing is kept"])
+@pytest.mark.parametrize(
+    "change", ["cut", "damaged", "other prompts", "other weights", "nothing is kept"]
+)
 def test_states_of_something_else_are_not_taken(tiny, tmp_path, stages, change):
     model, requests = tiny("llama"), asked()
     with open_engine(model, tmp_path) as engine:

@@ -1,4 +1,6 @@
-"""Long answers that end early: more of them at once than could reach their `max_tokens`, and the same answers."""
+"""Long answers that end early: more of them at once than could reach their `max_tokens`, and the
+same answers.
+"""
 
 from functools import cache
 
@@ -7,7 +9,13 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kv_cache.cache import KVCache
-from tests.helpers.tiny_models import VOCABULARY, kv_bytes_per_token, llama_config, save_random, save_tokenizer
+from tests.helpers.tiny_models import (
+    VOCABULARY,
+    kv_bytes_per_token,
+    llama_config,
+    save_random,
+    save_tokenizer,
+)
 
 MOST = 200
 MIB = 1 << 20
@@ -23,11 +31,14 @@ def model(tmp_path_factory):
 
 def requests(count=24, **options):
     """Prompts of 4 to 32 tokens; a third of them share a beginning."""
-    prompts = [[2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i % 29)] for i in range(count)]
+    prompts = [
+        [2 + (11 * i + j * j) % (VOCABULARY - 2) for j in range(4 + i % 29)] for i in range(count)
+    ]
     prompts[::3] = [list(range(5, 30)) + prompt for prompt in prompts[::3]]
     return [
         GenerationRequest(
-            prompt_token_ids=prompt, **{"max_tokens": MOST, "temperature": 1.0, "seed": i, "stop": ["x"], **options}
+            prompt_token_ids=prompt,
+            **{"max_tokens": MOST, "temperature": 1.0, "seed": i, "stop": ["x"], **options},
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -48,7 +59,9 @@ def ample(model, **options):
 
 @cache
 def limits_for(model, precision, sequences, **options):
-    """Bytes of the compute tier with room for the weights and the longest answers of so many sequences."""
+    """Bytes of the compute tier with room for the weights and the longest answers of so many
+    sequences.
+    """
     with Engine.from_pretrained(model, precision=precision, **options) as engine:
         weights = engine.ledger.in_use
         positions = sequences * (MOST + 57)
@@ -58,7 +71,12 @@ def limits_for(model, precision, sequences, **options):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "schedule, precision, batch_invariant",
-    [("row", "fp16", False), ("zigzag", "fp16", False), ("zigzag", "4bit", False), ("zigzag", "4bit", True)],
+    [
+        ("row", "fp16", False),
+        ("zigzag", "fp16", False),
+        ("zigzag", "4bit", False),
+        ("zigzag", "4bit", True),
+    ],
 )
 def test_preempted_answers_are_those_of_ample_memory(model, schedule, precision, batch_invariant):
     asked, options = requests(), {"precision": precision, "batch_invariant": batch_invariant}
@@ -67,11 +85,14 @@ def test_preempted_answers_are_those_of_ample_memory(model, schedule, precision,
     assert lengths[0] < MOST / 8 and lengths[-1] > MOST / 2, "answers of very different lengths"
     sizes = limits_for(model, precision, 4 if precision == "fp16" else 2.5)
     limit = sizes["weights"] + sizes["cache"]
-    with Engine.from_pretrained(model, schedule=schedule, limits=MemoryLimits(cpu=limit), **options) as engine:
+    with Engine.from_pretrained(
+        model, schedule=schedule, limits=MemoryLimits(cpu=limit), **options
+    ) as engine:
         got = answers(engine, asked)
         record = engine.last_run
     differing = sum(a != b for a, b in zip(got, expected))
-    # What is computed again may differ in its last bits, which may move a key across a border of 4 bits.
+    # What is computed again may differ in its last bits, which may move a key across a border of 4
+    # bits.
     assert differing <= (0 if precision == "fp16" or batch_invariant else len(asked) // 8)
     assert record["peak_bytes"]["cpu"] <= limit
     assert record["preemptions"] > 0
@@ -104,7 +125,12 @@ def test_caches_on_either_side_of_a_link(model, tmp_path, policy, cpu_attention)
     total = 4 * MIB + sizes["weights"] + sizes["cache"]
     limits = MemoryLimits(gpu=total, cpu=total, disk=64 * MIB)
     with Engine.from_pretrained(
-        model, device="sim", policy=policy, limits=limits, offload_dir=tmp_path, cpu_attention=cpu_attention
+        model,
+        device="sim",
+        policy=policy,
+        limits=limits,
+        offload_dir=tmp_path,
+        cpu_attention=cpu_attention,
     ) as engine:
         assert answers(engine, asked) == ample(model)
         peaks = engine.last_run["peak_bytes"]

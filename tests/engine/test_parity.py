@@ -12,7 +12,12 @@ from transformers import AutoModelForCausalLM
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, progress
 from flexgen_helm.engine import attention_metadata
 from tests.helpers.backend_models import saved
-from tests.helpers.parity import TOLERANCE, assert_equals_reference, prompts, seeing_longer_neighbours
+from tests.helpers.parity import (
+    TOLERANCE,
+    assert_equals_reference,
+    prompts,
+    seeing_longer_neighbours,
+)
 from tests.helpers.tiny_models import VARIANTS, TinyModel, kv_bytes_per_token
 
 
@@ -24,7 +29,10 @@ def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
     asked = prompts(batch, 70, seed=batch)
     requests = [
         GenerationRequest(
-            prompt_token_ids=p, max_tokens=(0, 1, 7, 20)[i % 4], echo_logprobs=i % 3 != 1, ignore_eos=True
+            prompt_token_ids=p,
+            max_tokens=(0, 1, 7, 20)[i % 4],
+            echo_logprobs=i % 3 != 1,
+            ignore_eos=True,
         )
         for i, p in enumerate(asked, start=2)
     ]
@@ -37,9 +45,14 @@ def test_scores_and_greedy_tokens_equal_transformers(tiny, variant, batch):
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("name", ["llama", "FalconH1ForCausalLM", "gemma2"])
-@pytest.mark.parametrize("kept, rounded", [("float16", "float32"), ("bfloat16", "float16"), ("float16", None)])
-def test_vectors_are_not_rounded_and_what_is_rounded_of_matrices_is_said(tiny, name, kept, rounded, tmp_path):
-    """As trainers save norms and biases that must not lose bits; `transformers` reads each tensor as it is stored.
+@pytest.mark.parametrize(
+    "kept, rounded", [("float16", "float32"), ("bfloat16", "float16"), ("float16", None)]
+)
+def test_vectors_are_not_rounded_and_what_is_rounded_of_matrices_is_said(
+    tiny, name, kept, rounded, tmp_path
+):
+    """As trainers save norms and biases that must not lose bits; `transformers` reads each tensor
+    as it is stored.
 
     kept: type of most matrices; rounded: of one, None where none is. Vectors are in float32.
     """
@@ -59,16 +72,27 @@ def test_vectors_are_not_rounded_and_what_is_rounded_of_matrices_is_said(tiny, n
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tensors[one] = tensors[one].to(getattr(torch, kept))
     events = []
-    asked = [[token % 64 for token in prompt] for prompt in prompts(4, 50, seed=1)]  # of the smallest vocabulary
-    requests = [GenerationRequest(prompt_token_ids=p, max_tokens=3, echo_logprobs=True, ignore_eos=True) for p in asked]
+    # of the smallest vocabulary
+    asked = [[token % 64 for token in prompt] for prompt in prompts(4, 50, seed=1)]
+    requests = [
+        GenerationRequest(prompt_token_ids=p, max_tokens=3, echo_logprobs=True, ignore_eos=True)
+        for p in asked
+    ]
     with progress.observed_by(events.append), Engine.from_pretrained(folder) as engine:
         results = engine.run(requests)
-    said = [event.text for event in events if isinstance(event, progress.Message) and "rounded" in event.text]
+    said = [
+        event.text
+        for event in events
+        if isinstance(event, progress.Message) and "rounded" in event.text
+    ]
     names = {"float32": "F32", "float16": "F16"}
     assert set(engine.last_run["rounded_weights"]) == ({names[rounded]} if rounded else set())
     assert len(said) == bool(rounded)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})  # what the engine has computed with
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    # what the engine has computed with
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     for prompt, request, result in zip(asked, requests, results):
         assert_equals_reference(TinyModel(folder, reference), prompt, request, result)
 
@@ -94,7 +118,9 @@ OPTIONS = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def needle(tiny):
     """A request, and its answer when it is alone."""
-    request = GenerationRequest(prompt_token_ids=prompts(1, 30, seed=5)[0], max_tokens=12, echo_logprobs=True)
+    request = GenerationRequest(
+        prompt_token_ids=prompts(1, 30, seed=5)[0], max_tokens=12, echo_logprobs=True
+    )
     with Engine.from_pretrained(tiny("llama").path) as engine:
         return request, engine.run([request])[0]
 
@@ -102,16 +128,21 @@ def needle(tiny):
 @pytest.mark.one_release
 @settings(max_examples=6)
 @given(
-    before=st.lists(neighbours, max_size=6), behind=st.lists(neighbours, max_size=6), options=OPTIONS,
-    cache_tokens=st.sampled_from([80, 150, 100_000]),
+    before=st.lists(neighbours, max_size=6), behind=st.lists(neighbours, max_size=6),
+    options=OPTIONS, cache_tokens=st.sampled_from([80, 150, 100_000]),
 )  # fmt: skip
-def test_a_needle_in_any_company_keeps_its_answer(tiny, needle, before, behind, options, cache_tokens):
-    """Whatever its neighbours, the schedule, the block and the memory limit: same tokens, same log-probabilities."""
+def test_a_needle_in_any_company_keeps_its_answer(
+    tiny, needle, before, behind, options, cache_tokens
+):
+    """Whatever its neighbours, the schedule, the block and the memory limit: same tokens, same
+    log-probabilities.
+    """
     request, alone = needle
     path = tiny("llama").path
     with Engine.from_pretrained(path) as engine:
         limit = max(
-            2 * engine.ledger.in_use, engine.ledger.in_use + cache_tokens * kv_bytes_per_token(engine.config, 4)
+            2 * engine.ledger.in_use,
+            engine.ledger.in_use + cache_tokens * kv_bytes_per_token(engine.config, 4),
         )
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=limit), **options) as engine:
         result = engine.run([*before, request, *behind])[len(before)]
@@ -130,7 +161,9 @@ def max_difference(a, b):
 
 @pytest.mark.one_release
 def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
-    """The guard's inverse: if every sequence sees the columns of longer neighbours, the needle's answer changes."""
+    """The guard's inverse: if every sequence sees the columns of longer neighbours, the needle's
+    answer changes.
+    """
     request, alone = needle
     monkeypatch.setattr(attention_metadata, "attend_segments", seeing_longer_neighbours)
     longer = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
@@ -145,10 +178,14 @@ DRAWN = {"temperature": 0.7, "top_p": 0.9}
 @pytest.mark.one_release
 @pytest.mark.parametrize("variant", ["opt", "mistral", "gemma3", "bloom", "qwen3-moe"])
 def test_completions_share_their_prompt_and_equal_single_ones(tiny, variant):
-    """n continuations over one cached prompt are scored by the raw softmax, as `transformers` scores each alone."""
+    """n continuations over one cached prompt are scored by the raw softmax, as `transformers`
+    scores each alone.
+    """
     model = tiny(variant)
     prompt = prompts(1, 40, seed=3)[0]
-    request = GenerationRequest(prompt_token_ids=prompt, max_tokens=15, n=5, seed=11, ignore_eos=True, **DRAWN)
+    request = GenerationRequest(
+        prompt_token_ids=prompt, max_tokens=15, n=5, seed=11, ignore_eos=True, **DRAWN
+    )
     with Engine.from_pretrained(model.path) as engine:
         result = engine.run([request])[0]
         computed = engine.last_run["workload"]["prompt_tokens_computed"]

@@ -1,4 +1,6 @@
-"""What an engine does with plans: weights, blocks, predictions beside measurements, and learning."""
+"""What an engine does with plans: weights, blocks, predictions beside measurements, and
+learning.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,9 @@ from tests.helpers.planning_problems import small
 
 def requests(count, prompt=12, new=4):
     return [
-        GenerationRequest(prompt_token_ids=[2 + (5 * i + j) % 300 for j in range(prompt)], max_tokens=new)
+        GenerationRequest(
+            prompt_token_ids=[2 + (5 * i + j) % 300 for j in range(prompt)], max_tokens=new
+        )
         for i in range(count)
     ]
 
@@ -52,8 +56,12 @@ def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monke
     assert record["achieved_placement"]["weights"]["cpu"] == pytest.approx(planned, abs=0.02)
 
 
-def test_a_simulated_gpu_is_planned_with_the_hosts_memory_beside_its_limit(tiny, tmp_path, monkeypatch):
-    """Command and engine have one capacity: the workspace of computing is not within the limit, as it is when run."""
+def test_a_simulated_gpu_is_planned_with_the_hosts_memory_beside_its_limit(
+    tiny, tmp_path, monkeypatch
+):
+    """Command and engine have one capacity: the workspace of computing is not within the limit, as
+    it is when run.
+    """
     monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     limits = MemoryLimits(gpu=streamed_limit(path), cpu=64 << 20)
@@ -63,48 +71,74 @@ def test_a_simulated_gpu_is_planned_with_the_hosts_memory_beside_its_limit(tiny,
     assert "wg" in record["policy"], "searched, not the rule of thumb"
     config, dtype = read_model_config(path)
     machine = simulated_gpu(load_profile("laptop"), None)
-    problem = planning_problem(config, machine, Workload.uniform(12, 4, 9), storage_dtype=dtype, limits=limits)
+    problem = planning_problem(
+        config, machine, Workload.uniform(12, 4, 9), storage_dtype=dtype, limits=limits
+    )
     assert search(problem).prediction.feasible
 
 
 @pytest.mark.parametrize("new, temperature", [(0, 0.8), (1, 0.0), (3, 0.8)])
-def test_a_prompt_that_completions_share_is_predicted_as_computed_once(tiny, monkeypatch, new, temperature):
-    """The workload of a prediction has the prompt tokens that the run computed, whatever shares them."""
+def test_a_prompt_that_completions_share_is_predicted_as_computed_once(
+    tiny, monkeypatch, new, temperature
+):
+    """The workload of a prediction has the prompt tokens that the run computed, whatever shares
+    them.
+    """
     predicted = []
     honest = planner.predict
     monkeypatch.setattr(
-        planner, "predict", lambda problem, *args: predicted.append(problem.workload) or honest(problem, *args)
+        planner,
+        "predict",
+        lambda problem, *args: predicted.append(problem.workload) or honest(problem, *args),
     )
-    asked = [replace(r, n=3, temperature=temperature, echo_logprobs=True, seed=1) for r in requests(2, new=new)]
+    asked = [
+        replace(r, n=3, temperature=temperature, echo_logprobs=True, seed=1)
+        for r in requests(2, new=new)
+    ]
     with Engine.from_pretrained(tiny("llama").path, device="cpu") as engine:
         computed = sum(result.cost.prompt_tokens_computed for result in engine.run(asked))
     workload = predicted[-1]
-    not_fed = len(asked) if new == 0 else 0  # nothing follows the last token of a prompt that is only scored
+    # nothing follows the last token of a prompt that is only scored
+    not_fed = len(asked) if new == 0 else 0
     assert workload.computed * workload.num_sequences == pytest.approx(computed + not_fed)
 
 
-@pytest.mark.parametrize("new, completions, schedule", [(0, 1, "row"), (1, 3, "zigzag"), (5, 1, "row")])
-def test_no_run_is_predicted_to_be_faster_than_its_roofline(tiny, monkeypatch, new, completions, schedule):
+@pytest.mark.parametrize(
+    "new, completions, schedule", [(0, 1, "row"), (1, 3, "zigzag"), (5, 1, "row")]
+)
+def test_no_run_is_predicted_to_be_faster_than_its_roofline(
+    tiny, monkeypatch, new, completions, schedule
+):
     """Also where another program has slowed the product that is measured when a run begins."""
     monkeypatch.setattr(run_record, "matmul_flops", lambda *_: 1e6)
-    asked = [replace(one, echo_logprobs=True, n=completions) for one in requests(9, prompt=70, new=new)]
+    asked = [
+        replace(one, echo_logprobs=True, n=completions) for one in requests(9, prompt=70, new=new)
+    ]
     with Engine.from_pretrained(tiny("llama").path, device="cpu", schedule=schedule) as engine:
         engine.share_every_beginning()
         engine.run(asked)
         record = engine.last_run
     assert 0 < record["roofline_s"] <= record["predicted_latency_s"]
-    assert record["roofline_s"] == pytest.approx(record["flops"] / record["hardware"]["matmul_flops"])
+    assert record["roofline_s"] == pytest.approx(
+        record["flops"] / record["hardware"]["matmul_flops"]
+    )
 
 
 @pytest.mark.parametrize("policy", ["auto", Policy(64, 1, 0, 1, 0, 1, 0, 1)])
 def test_a_run_is_judged_by_the_block_that_its_cache_had_room_for(tiny, monkeypatch, policy):
-    """Judged by a larger one the machine seems slower than it is, and every run corrects its rates again."""
+    """Judged by a larger one the machine seems slower than it is, and every run corrects its rates
+    again.
+    """
     seen = []
     honest = planner.predict
-    monkeypatch.setattr(planner, "predict", lambda problem, *args: seen.append(args[0]) or honest(problem, *args))
+    monkeypatch.setattr(
+        planner, "predict", lambda problem, *args: seen.append(args[0]) or honest(problem, *args)
+    )
     asked = [replace(request, ignore_eos=True) for request in requests(64, prompt=60, new=20)]
     limits = MemoryLimits(cpu=600 << 10)
-    with Engine.from_pretrained(tiny("llama").path, device="cpu", limits=limits, policy=policy) as engine:
+    with Engine.from_pretrained(
+        tiny("llama").path, device="cpu", limits=limits, policy=policy
+    ) as engine:
         at_once = max(result.cost.batch_size for result in engine.run(asked))
     assert 1 < at_once < 64 and seen[-1].block_size == at_once
 
@@ -179,7 +213,9 @@ def test_this_machine_is_measured_once(first, measured, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shares", [(0.6, 0.0), (0.0, 0.6)])
-def test_a_profile_of_a_busy_machine_is_used_until_the_machine_is_quiet(shares, measured, monkeypatch, caplog):
+def test_a_profile_of_a_busy_machine_is_used_until_the_machine_is_quiet(
+    shares, measured, monkeypatch, caplog
+):
     readings = iter(shares)
     monkeypatch.setattr(machine_profile, "busy_share", lambda: next(readings))
     first = machine_profile.measured_profile()

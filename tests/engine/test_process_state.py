@@ -1,4 +1,6 @@
-"""An engine computes the same whatever a program has set of PyTorch's process state, or refuses by name."""
+"""An engine computes the same whatever a program has set of PyTorch's process state, or refuses by
+name.
+"""
 
 import os
 import subprocess
@@ -16,7 +18,9 @@ from flexgen_helm.models.decoder import alibi_slopes, inverse_frequencies
 from flexgen_helm.models.decoder_config import RopeConfig
 from tests.helpers.parity import assert_equals_reference
 
-REQUEST = GenerationRequest(prompt_token_ids=[5, 9, 33, 120], max_tokens=4, echo_logprobs=True, ignore_eos=True)
+REQUEST = GenerationRequest(
+    prompt_token_ids=[5, 9, 33, 120], max_tokens=4, echo_logprobs=True, ignore_eos=True
+)
 
 
 @contextmanager
@@ -32,7 +36,9 @@ def setting(get, put, value):
 STATES = {
     "float64": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "bfloat16": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
-    "medium": lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "medium": lambda: setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
     "mkldnn alone": lambda: setting(
         lambda: "none", partial(setattr, torch.backends.mkldnn.matmul, "fp32_precision"), "bf16"
     ),
@@ -47,12 +53,19 @@ def process_state():
         level = torch.get_float32_matmul_precision()
     except RuntimeError:  # it is not that of all libraries
         level = "mixed"
-    return torch.get_default_dtype(), level, torch.backends.mkldnn.matmul.fp32_precision, torch.get_default_device()
+    return (
+        torch.get_default_dtype(),
+        level,
+        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.get_default_device(),
+    )
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_results_do_not_depend_on_what_the_program_has_set(tiny, state):
-    """Opened and run inside, and run outside what was opened inside; the program's setting is as it was."""
+    """Opened and run inside, and run outside what was opened inside; the program's setting is as it
+    was.
+    """
     model = tiny("llama")
     with STATES[state]():
         before = process_state()
@@ -75,7 +88,9 @@ def test_tables_do_not_follow_a_default_dtype_that_another_thread_sets():
     expected = tables()
     with STATES["bfloat16"]():
         found = tables()
-    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, expected, strict=True))
+    assert all(
+        torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, expected, strict=True)
+    )
 
 
 def test_engines_in_threads_of_their_own_keep_products_exact_until_the_last_one_ends():
@@ -122,8 +137,11 @@ def test_products_are_right_where_openmp_gives_fewer_threads(variables):
     """oneDNN's are not, where PyTorch asks for more."""
     program = (
         "import torch; torch.set_num_threads(2); from flexgen_helm.kernels import products\n"
-        "x, w = (torch.randn(70, 512, generator=torch.Generator().manual_seed(i)) for i in (1, 2))\n"
+        "x, w = (torch.randn(70, 512, generator=torch.Generator().manual_seed(i)) for i in (1, "
+        "2))\n"
         "y = products.linear(x, w, None)\n"
         "assert (y - (x.double() @ w.double().T)).abs().max() < 1e-3"
     )
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **variables}, check=True, timeout=120
+    )

@@ -1,4 +1,6 @@
-"""What a layer takes besides its products is measured by a layer: what is slow there is found, and products are not."""
+"""What a layer takes besides its products is measured by a layer: what is slow there is found, and
+products are not.
+"""
 
 import math
 import time

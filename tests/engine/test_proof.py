@@ -1,4 +1,6 @@
-"""A model proves itself when it is opened: a small one of its kind equals `transformers`, or it is refused by name."""
+"""A model proves itself when it is opened: a small one of its kind equals `transformers`, or it is
+refused by name.
+"""
 
 import json
 from dataclasses import replace
@@ -21,7 +23,13 @@ from flexgen_helm.models.transformers_backend.code_digest import code_digest
 from flexgen_helm.models.transformers_backend.decoder import TransformersDecoder
 from flexgen_helm.progress import ModelInUse, ProgressPhase, observed_by
 from tests.helpers.backend_models import saved
-from tests.helpers.proofs import backend_content, backend_names, catalog_content, key_of, native_content
+from tests.helpers.proofs import (
+    backend_content,
+    backend_names,
+    catalog_content,
+    key_of,
+    native_content,
+)
 from tests.helpers.tiny_models import VARIANTS
 
 TESTED = proof.proved_table()["tested"]
@@ -42,7 +50,9 @@ def home(tmp_path, monkeypatch):
 
 
 def difference(content, seed=0):
-    return proof.difference_of_miniature(content, architecture_of_config(content).read_config(content), seed, Engine)
+    return proof.difference_of_miniature(
+        content, architecture_of_config(content).read_config(content), seed, Engine
+    )
 
 
 # ---- the table ----
@@ -55,7 +65,12 @@ def is_in_the_table(content):
 @of_tested_releases
 def test_the_table_has_classes_of_transformers():
     """Some of them: `test_the_table_has_every_class` is slow."""
-    names = ("GraniteMoeForCausalLM", "Qwen3_5ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM")
+    names = (
+        "GraniteMoeForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
+    )
     missing = [name for name in names if not is_in_the_table(backend_content(name))]
     assert not missing, "models/ or transformers has changed: make proofs"
 
@@ -77,16 +92,26 @@ def test_the_table_has_every_class():
 def test_the_releases_that_are_tested_are_those_of_the_lock_and_the_lower_bound():
     root = Path(proof.__file__).parents[2]
     locked = dict(
-        line.split(" ;")[0].split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line
+        line.split(" ;")[0].split("==")
+        for line in (root / "constraints.txt").read_text().splitlines()
+        if "==" in line
     )
-    assert TESTED["transformers"][-1] == locked["transformers"] and TESTED["torch"][-1] == locked["torch"]
-    assert f"transformers>={TESTED['transformers'][0].removesuffix('.0')},<6" in (root / "setup.cfg").read_text()
+    assert (
+        TESTED["transformers"][-1] == locked["transformers"]
+        and TESTED["torch"][-1] == locked["torch"]
+    )
+    assert (
+        f"transformers>={TESTED['transformers'][0].removesuffix('.0')},<6"
+        in (root / "setup.cfg").read_text()
+    )
 
 
 # ---- what a small model is ----
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-72b-instruct", "gpt-oss-120b", "gemma-3-27b-it", "opt-350m"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-72b-instruct", "gpt-oss-120b", "gemma-3-27b-it", "opt-350m"]
+)
 def test_a_small_model_has_every_kind_of_layer(name):
     content = catalog_content(name)
     config = architecture_of_config(content).read_config(content)
@@ -99,18 +124,28 @@ def test_a_small_model_has_every_kind_of_layer(name):
 
 def test_kinds_are_told_by_features_and_not_by_sizes():
     content = native_content("qwen2-windows")
-    same = [{"hidden_size": 8192}, {"rms_norm_eps": 3e-6}, {"initializer_range": 1.0}, {"eos_token_id": 7}]
+    same = [
+        {"hidden_size": 8192},
+        {"rms_norm_eps": 3e-6},
+        {"initializer_range": 1.0},
+        {"eos_token_id": 7},
+    ]
     changed = [
-        {"tie_word_embeddings": not content.get("tie_word_embeddings", False)}, {"hidden_act": "relu"},
-        {"num_key_value_heads": content["num_attention_heads"]}, {"use_sliding_window": False}, {"unknown": 2.5},
+        {"tie_word_embeddings": not content.get("tie_word_embeddings", False)},
+        {"hidden_act": "relu"}, {"num_key_value_heads": content["num_attention_heads"]},
+        {"use_sliding_window": False}, {"unknown": 2.5},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
         {"architectures": ["LlamaForCausalLM"]},
     ]  # fmt: skip
     assert all(kind_text({**content, **change}) == kind_text(content) for change in same)
-    assert len({kind_text({**content, **change}) for change in changed} | {kind_text(content)}) == len(changed) + 1
+    assert (
+        len({kind_text({**content, **change}) for change in changed} | {kind_text(content)})
+        == len(changed) + 1
+    )
 
 
-# ---- the comparison is not vacuous: each part that is taken away is seen, by a hundred times the tolerance ----
+# ---- the comparison is not vacuous: each part that is taken away is seen, by a hundred times the
+# tolerance ----
 
 
 def without_states(monkeypatch):
@@ -127,7 +162,9 @@ def without_states(monkeypatch):
 def without_positions(monkeypatch):
     honest = TransformersDecoder.rotary
     monkeypatch.setattr(
-        TransformersDecoder, "rotary", lambda self, positions: honest(self, torch.zeros_like(positions))
+        TransformersDecoder,
+        "rotary",
+        lambda self, positions: honest(self, torch.zeros_like(positions)),
     )
 
 
@@ -178,9 +215,13 @@ def test_an_entry_that_a_record_ignores_is_seen(variant, entry, value, monkeypat
     content = native_content(variant)
     architecture = architecture_of_config(content)
     config = architecture.read_config(content)
-    ignoring = replace(architecture, read_config=lambda given: architecture.read_config({**given, entry: value}))
+    ignoring = replace(
+        architecture, read_config=lambda given: architecture.read_config({**given, entry: value})
+    )
     monkeypatch.setattr(
-        SafetensorsCheckpoint, "_read_config", lambda self, path: read_config(path, lambda given: ignoring)
+        SafetensorsCheckpoint,
+        "_read_config",
+        lambda self, path: read_config(path, lambda given: ignoring),
     )
     assert proof.difference_of_miniature(content, config, 0, Engine) > 100 * proof.TOLERANCE
 
@@ -202,31 +243,49 @@ def test_it_is_proved_once_and_remembered(home, tmp_path, monkeypatch):
             engine.run([GenerationRequest(prompt_token_ids=[5, 6], max_tokens=1)])
             assert engine.last_run["proved"] is True
     assert proofs == [0]
-    assert [event.detail for event in events if isinstance(event, ProgressPhase) and event.name == "prove"] == ["model"]
+    assert [
+        event.detail
+        for event in events
+        if isinstance(event, ProgressPhase) and event.name == "prove"
+    ] == ["model"]
     assert {event.name for event in events if isinstance(event, ModelInUse)} == {"model"}, (
         "the small model is not shown"
     )
     (remembered,) = json.loads((home / "proofs.json").read_text()).values()
-    assert remembered["class"] == "SmolLM3ForCausalLM" and remembered["difference"] < proof.TOLERANCE
+    assert (
+        remembered["class"] == "SmolLM3ForCausalLM" and remembered["difference"] < proof.TOLERANCE
+    )
     with Engine.from_pretrained(tmp_path / "model", unverified=True) as again:
         assert again.fingerprint != engine.fingerprint and again.identity.is_proved
 
 
 @pytest.mark.parametrize(
     ("differences", "passes"),
-    [([1e-6], True), ([0.5, 1e-6, 1e-6], True), ([0.5, 0.5, 1e-6], False), ([float("inf")] * 3, False)],
+    [
+        ([1e-6], True),
+        ([0.5, 1e-6, 1e-6], True),
+        ([0.5, 0.5, 1e-6], False),
+        ([float("inf")] * 3, False),
+    ],
 )
 def test_two_of_three_seeds_that_differ_refuse_it(home, tmp_path, monkeypatch, differences, passes):
     """One may differ: two experts that score alike change places."""
     saved("SmolLM3ForCausalLM", tmp_path / "model")
-    monkeypatch.setattr(proof, "difference_of_miniature", lambda content, config, seed, *_: differences[seed])
+    monkeypatch.setattr(
+        proof, "difference_of_miniature", lambda content, config, seed, *_: differences[seed]
+    )
     if passes:
         Engine.from_pretrained(tmp_path / "model").close()
         return
     with pytest.raises(UnprovedModelError) as refused:
         Engine.from_pretrained(tmp_path / "model")
     message = str(refused.value)
-    for part in ("SmolLM3ForCausalLM", transformers.__version__, torch.__version__.partition("+")[0], "--unverified"):
+    for part in (
+        "SmolLM3ForCausalLM",
+        transformers.__version__,
+        torch.__version__.partition("+")[0],
+        "--unverified",
+    ):
         assert part in message
     assert "\n" not in message and f"transformers {TESTED['transformers'][-1]}" in message
     assert not (home / "proofs.json").exists()
@@ -245,7 +304,10 @@ def test_a_home_that_cannot_be_written_keeps_nothing_and_stops_nothing(home, tmp
     ("raised", "expected"),
     [
         (OSError(28, "No space left on device"), FlexgenError),
-        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), FlexgenError),
+        (
+            RuntimeError("Error while serializing: I/O error: File too large (os error 27)"),
+            FlexgenError,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), UnprovedModelError),
     ],
 )

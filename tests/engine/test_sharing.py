@@ -1,4 +1,6 @@
-"""Shared prefixes: the answers of requests that are computed alone, for fewer tokens, on every path."""
+"""Shared prefixes: the answers of requests that are computed alone, for fewer tokens, on every
+path.
+"""
 
 import os
 import random
@@ -33,7 +35,9 @@ def alone(monkeypatch):
 
 
 def tree(seed=0, count=12):
-    """Prompts that share beginnings at several depths; one is a beginning of the rest, two are equal."""
+    """Prompts that share beginnings at several depths; one is a beginning of the rest, two are
+    equal.
+    """
     draw = random.Random(seed)
 
     def some(longest):
@@ -63,7 +67,9 @@ def requests_of(prompts, seed=0):
 def test_shared_prefixes_equal_the_reference(tiny, variant):
     model = tiny(variant)
     requests = [
-        GenerationRequest(prompt_token_ids=prompt, max_tokens=3, echo_logprobs=True, ignore_eos=True)
+        GenerationRequest(
+            prompt_token_ids=prompt, max_tokens=3, echo_logprobs=True, ignore_eos=True
+        )
         for prompt in tree()
     ]
     with Engine.from_pretrained(model.path) as engine:
@@ -90,13 +96,20 @@ variants = st.sampled_from(["llama", "llama-untied-biases", "opt", "gemma2", "bl
 
 
 def compare_with_alone(tiny, folder, variant, policy, requests, **options):
-    """Compare a run on tiers with one in memory in which nothing is shared; return both runs' computed tokens."""
+    """Compare a run on tiers with one in memory in which nothing is shared; return both runs'
+    computed tokens.
+    """
     with offloaded(tiny, variant, folder, policy, **options) as engine:
-        found, computed = engine.run(requests), [engine.last_run["workload"]["prompt_tokens_computed"]]
+        found, computed = (
+            engine.run(requests),
+            [engine.last_run["workload"]["prompt_tokens_computed"]],
+        )
     precision = options.get("precision", "fp16")
     with pytest.MonkeyPatch.context() as patch:
         alone(patch)
-        with Engine.from_pretrained(tiny(variant).path, precision=precision, offload_dir=folder) as engine:
+        with Engine.from_pretrained(
+            tiny(variant).path, precision=precision, offload_dir=folder
+        ) as engine:
             expected = engine.run(requests)
             computed.append(engine.last_run["workload"]["prompt_tokens_computed"])
     if precision == "fp16":
@@ -108,7 +121,8 @@ def compare_with_alone(tiny, folder, variant, policy, requests, **options):
 
 @settings(max_examples=share_of(12, 2))
 @given(policy=policies(), variant=variants, options=PLACEMENTS, seed=st.integers(0, 5))
-# A slot is moved with a prompt whose batch has not passed the head; a prefix without a head, then batches with one.
+# A slot is moved with a prompt whose batch has not passed the head; a prefix without a head, then
+# batches with one.
 @example(Policy(2, 3, 0, 1, 0, 1, 0, 1), "opt", {"schedule": "row", "device": "cpu"}, 3)
 @example(Policy(5, 3, 0, 1, 0, 1, 0, 1), "opt", {"schedule": "zigzag", "device": "cpu"}, 3)
 @example(Policy(1, 1, 0, 0, 0, 0, 0, 0), "llama-untied-biases", {"schedule": "row"}, 4)
@@ -119,7 +133,9 @@ def test_any_placement_with_shared_prefixes(tiny, tmp_path, policy, variant, opt
 
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "prefill-only"])
 def test_scores_of_choices_share_their_question(tiny, tmp_path, monkeypatch, schedule):
-    """What is computed is the plan's: a question once, and each branch its last shared token again."""
+    """What is computed is the plan's: a question once, and each branch its last shared token
+    again.
+    """
     draw = random.Random(3)
     question = [draw.randrange(2, VOCABULARY) for _ in range(30)]
     requests = [
@@ -131,8 +147,8 @@ def test_scores_of_choices_share_their_question(tiny, tmp_path, monkeypatch, sch
         results = engine.run(requests)
         computed = engine.last_run["workload"]["prompt_tokens_computed"]
         costs = [result.cost for result in results]
-    # [question less its last] 29, [last, 7] 2 for two of them, then [8, …]: 8 9 and 8 4 feed one each (their last
-    # token predicts nothing), last 11 feeds 1, last 12 13 feeds 2.
+    # [question less its last] 29, [last, 7] 2 for two of them, then [8, …]: 8 9 and 8 4 feed one
+    # each (their last token predicts nothing), last 11 feeds 1, last 12 13 feeds 2.
     assert computed == pytest.approx(29 + 2 + 1 + 1 + 1 + 2)
     assert sum(cost.flops for cost in costs) == pytest.approx(engine.last_run["flops"])
     alone(monkeypatch)
@@ -147,8 +163,12 @@ def scoring(count=8):
     draw = random.Random(8)
     stem = [draw.randrange(2, VOCABULARY) for _ in range(40)]
     tails = [[10 + i, *(draw.randrange(2, VOCABULARY) for _ in range(i % 4))] for i in range(count)]
-    whole = [[*stem[:25], 9, *tail] if i % 3 == 0 else [*stem, *tail] for i, tail in enumerate(tails)]
-    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole]
+    whole = [
+        [*stem[:25], 9, *tail] if i % 3 == 0 else [*stem, *tail] for i, tail in enumerate(tails)
+    ]
+    return [
+        GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole
+    ]
 
 
 # ---- packed caches: prefixes end where a group of tokens does ----
@@ -174,40 +194,67 @@ def long_tree(seed=0, count=10):
 
 
 def assert_near(found, expected, mean=MEAN, borders=0):
-    """As far as a value between two codes allows, which may fall to either side (`helpers/packed_caches.py`).
+    """As far as a value between two codes allows, which may fall to either side
+    (`helpers/packed_caches.py`).
 
     mean: of the differences, less than.
-    borders: completions that may part where a draw falls on the border between two neighbouring tokens.
+    borders: completions that may part where a draw falls on the border between two neighbouring
+        tokens.
     """
     apart = []
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.error is None and theirs.error is None
-        apart += [abs(x - y) for x, y in zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or ()) if x is not None]
+        apart += [
+            abs(x - y)
+            for x, y in zip(ours.prompt_logprobs or (), theirs.prompt_logprobs or ())
+            if x is not None
+        ]
         for one, two in zip(ours.completions, theirs.completions, strict=True):
             same = len(os.path.commonprefix([one.token_ids, two.token_ids]))
             if one.token_ids != two.token_ids:
                 borders -= 1
-                assert borders >= 0 and abs(one.token_ids[same] - two.token_ids[same]) == 1, (one, two)
-            apart += [abs(x - y) for x, y in zip(one.logprobs[:same], two.logprobs[:same], strict=True)]
-    assert sum(apart) / len(apart) < mean and max(apart) < LARGEST, (sum(apart) / len(apart), max(apart))
+                assert borders >= 0 and abs(one.token_ids[same] - two.token_ids[same]) == 1, (
+                    one,
+                    two,
+                )
+            apart += [
+                abs(x - y) for x, y in zip(one.logprobs[:same], two.logprobs[:same], strict=True)
+            ]
+    assert sum(apart) / len(apart) < mean and max(apart) < LARGEST, (
+        sum(apart) / len(apart),
+        max(apart),
+    )
 
 
 @pytest.mark.slow
 @settings(max_examples=10)
 @given(
-    policy=policies(), variant=variants, options=PLACEMENTS, name=st.sampled_from(list(PACKED)), seed=st.integers(0, 5)
+    policy=policies(),
+    variant=variants,
+    options=PLACEMENTS,
+    name=st.sampled_from(list(PACKED)),
+    seed=st.integers(0, 5),
 )
-def test_packed_prefixes_are_seen_as_own_tokens_are(tiny, tmp_path, packed, policy, variant, options, name, seed):
+def test_packed_prefixes_are_seen_as_own_tokens_are(
+    tiny, tmp_path, packed, policy, variant, options, name, seed
+):
     requests = requests_of(long_tree(seed), seed)
-    options = {**options, "precision": name, "limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)}
+    options = {
+        **options,
+        "precision": name,
+        "limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB),
+    }
     shared, computed = compare_with_alone(tiny, tmp_path, variant, policy, requests, **options)
-    assert shared < computed or (name, seed) == ("paper", 1)  # whose prompts have no whole group in common
+    # whose prompts have no whole group in common
+    assert shared < computed or (name, seed) == ("paper", 1)
 
 
 @pytest.mark.parametrize("name", ["fp16", "channels"])
 @pytest.mark.parametrize("cache", [(1, 0), (0, 1), (0, 0)])
 def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, packed, name, cache):
-    """By one name for all layers; where memory runs out, what was brought of a layer is not read as the next one."""
+    """By one name for all layers; where memory runs out, what was brought of a layer is not read as
+    the next one.
+    """
     taken, honest = [], Ledger.claim
 
     def claim(self, kind, num_bytes, *, ahead=False):
@@ -217,15 +264,23 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
     monkeypatch.setattr(Ledger, "claim", claim)
     requests = scoring()
     # What attends to a prefix: with a plain cache, all segments of a prompt at once.
-    owner, function = (attention_metadata, "attend_segments") if name == "fp16" else (attention, "attend_prefix")
+    owner, function = (
+        (attention_metadata, "attend_segments") if name == "fp16" else (attention, "attend_prefix")
+    )
     limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
-    options = dict(schedule="prefill-only", device="sim", limits=limits, precision=name, cpu_attention=False)
+    options = dict(
+        schedule="prefill-only", device="sim", limits=limits, precision=name, cpu_attention=False
+    )
     with offloaded(tiny, "llama", tmp_path, Policy(3, 4, 0, 1, *cache, 0, 1), **options) as engine:
         with monkeypatch.context() as patch:
             count = replaced(patch, owner, function, 1 << 30, MemoryError)
             found = engine.run(requests)
-        if name == "fp16" and cache != (0, 0):  # 24 tokens of all, and behind them 1 and 15 of a part
-            assert sum(taken) == (24 + 1 + 15) * kv_bytes_per_token(engine.config, 4) // engine.config.num_layers
+        # 24 tokens of all, and behind them 1 and 15 of a part
+        if name == "fp16" and cache != (0, 0):
+            assert (
+                sum(taken)
+                == (24 + 1 + 15) * kv_bytes_per_token(engine.config, 4) // engine.config.num_layers
+            )
         assert engine.last_run["workload"]["prompt_tokens_computed"] < 200 and count.calls > 6
         for call in range(0, count.calls, 5):
             with monkeypatch.context() as patch:
@@ -239,7 +294,9 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
 
 @pytest.mark.parametrize("name", ["fp16", "channels"])
 def test_little_memory_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, packed, name):
-    """A cache that holds hardly more than the largest request: prefixes come and go, or are not shared."""
+    """A cache that holds hardly more than the largest request: prefixes come and go, or are not
+    shared.
+    """
     requests = requests_of(long_tree(4, 12), 4)
     with Engine.from_pretrained(tiny("llama").path, precision=name, offload_dir=tmp_path) as engine:
         weights, token = engine.ledger.in_use, kv_bytes_per_token(engine.config, 4)
@@ -265,13 +322,25 @@ def test_little_memory_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("schedule, room", [("prefill-only", 0.05), ("zigzag", 0.3)])
 def test_the_newest_tokens_of_prefixes_rest_elsewhere_too(tiny, tmp_path, packed, schedule, room):
-    """A packed cache elsewhere takes no room beside the computing: all prefixes are shared, however little that has."""
+    """A packed cache elsewhere takes no room beside the computing: all prefixes are shared, however
+    little that has.
+    """
     draw = random.Random(3)
     stems = [[draw.randrange(2, VOCABULARY) for _ in range(40)] for _ in range(60)]
-    prompts = [[*stem, *(draw.randrange(2, VOCABULARY) for _ in range(3))] for stem in stems for _ in range(2)]
-    more = {"max_tokens": 0, "echo_logprobs": True} if schedule == "prefill-only" else {"max_tokens": 4}
+    prompts = [
+        [*stem, *(draw.randrange(2, VOCABULARY) for _ in range(3))]
+        for stem in stems
+        for _ in range(2)
+    ]
+    more = (
+        {"max_tokens": 0, "echo_logprobs": True}
+        if schedule == "prefill-only"
+        else {"max_tokens": 4}
+    )
     asked = [GenerationRequest(prompt_token_ids=p, ignore_eos=True, **more) for p in prompts]
-    with Engine.from_pretrained(tiny("llama").path, precision="channels", offload_dir=tmp_path) as engine:
+    with Engine.from_pretrained(
+        tiny("llama").path, precision="channels", offload_dir=tmp_path
+    ) as engine:
         whole = engine.ledger.in_use
         expected = engine.run(asked)
         assert (shared := engine.last_run["workload"]["prompt_tokens_computed"]) < 60 * 55

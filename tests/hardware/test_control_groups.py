@@ -1,4 +1,6 @@
-"""Memory limits of containers and jobs, in files as the kernel writes them, and in a real control group."""
+"""Memory limits of containers and jobs, in files as the kernel writes them, and in a real control
+group.
+"""
 
 import subprocess
 import sys
@@ -22,9 +24,15 @@ def group(folder, version, limit, usage, droppable=0):
 
 
 def files(tmp_path, version, path):
-    mount = f"cgroup {tmp_path}/v1 cgroup rw,memory 0 0\n" if version == 1 else f"c {tmp_path}/v2 cgroup2 rw 0 0\n"
+    mount = (
+        f"cgroup {tmp_path}/v1 cgroup rw,memory 0 0\n"
+        if version == 1
+        else f"c {tmp_path}/v2 cgroup2 rw 0 0\n"
+    )
     (tmp_path / "mounts").write_text("proc /proc proc rw 0 0\n" + mount)
-    (tmp_path / "own").write_text(f"3:memory:{path}\n2:pids:/x\n" if version == 1 else f"0::{path}\n")
+    (tmp_path / "own").write_text(
+        f"3:memory:{path}\n2:pids:/x\n" if version == 1 else f"0::{path}\n"
+    )
     return tmp_path / "mounts", tmp_path / "own"
 
 

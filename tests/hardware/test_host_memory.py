@@ -50,7 +50,9 @@ def test_what_others_take_is_not_returned_again_and_again(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
 def test_gaps_between_blocks_are_resident_until_then():
-    """300 MiB in blocks of which every second one is freed: half of them stay resident, and then go."""
+    """300 MiB in blocks of which every second one is freed: half of them stay resident, and then
+    go.
+    """
     code = """
 import torch
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, resident_bytes
@@ -63,6 +65,8 @@ kept = resident_bytes() - before
 resident.hold(0)
 print(kept >> 20, (resident_bytes() - before) >> 20)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     kept, left = map(int, done.stdout.split())
     assert kept > 290 and left < 190

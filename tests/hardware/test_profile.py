@@ -17,7 +17,9 @@ def test_a_curve_goes_through_its_points_and_is_flat_beyond_them():
     assert curve.best == 40
 
 
-@pytest.mark.parametrize("points", [(), ((4, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 0),), ((1, math.inf),)])
+@pytest.mark.parametrize(
+    "points", [(), ((4, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 0),), ((1, math.inf),)]
+)
 def test_a_curve_that_makes_no_sense_is_refused(points):
     with pytest.raises(ValueError, match="points"):
         Curve(points)
@@ -31,7 +33,8 @@ def test_shipped_machines_survive_a_round_trip_and_say_where_their_figures_come_
     assert restored == profile
 
 
-# What the data sheets allow at most: (bytes a second of memory, 16-bit operations a second, of the link).
+# What the data sheets allow at most: (bytes a second of memory, 16-bit operations a second, of the
+# link).
 PEAKS = {
     "t4": (320e9, 65e12, 15.75e9),
     "rtx3090": (936e9, 142e12, 31.5e9),
@@ -65,7 +68,10 @@ def test_no_shipped_rate_exceeds_the_data_sheet(name):
         (lambda d: d["gpu"].update(memory_bytes=0.5), "more than 0"),
         (lambda d: d.update(sources=[]), "sources"),
         (lambda d: d.update(name=None), "name"),
-        (lambda d: d["cpu"].update(matmul_flops={"float32": [[4, 1], [1, 1]]}), "by type are expected"),
+        (
+            lambda d: d["cpu"].update(matmul_flops={"float32": [[4, 1], [1, 1]]}),
+            "by type are expected",
+        ),
         (lambda d: d.update(link=None), "both a gpu and a link"),
     ],
 )
@@ -97,4 +103,7 @@ def test_products_run_in_the_faster_of_16_bits_and_float32():
     emulated = replace(gpu, matmul_flops={**gpu.matmul_flops, "bfloat16": Curve(((1, 1.0),))})
     assert emulated.compute_dtype("bfloat16") == "float16"
     assert load_profile("a100").gpu.compute_dtype("bfloat16") != "float32"
-    assert replace(gpu, matmul_flops={"float32": Curve(((1, 1.0),))}).compute_dtype("float16") == "float32"
+    assert (
+        replace(gpu, matmul_flops={"float32": Curve(((1, 1.0),))}).compute_dtype("float16")
+        == "float32"
+    )

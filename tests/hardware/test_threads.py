@@ -100,8 +100,11 @@ def test_own_work_is_not_taken_for_that_of_others():
     """The inverse: a process that computes itself leaves the counters of others as they are."""
     program = (
         "import time\nfrom flexgen_helm.hardware.threads import read_cpu_times\n"
-        "a = read_cpu_times()\nbegan = time.process_time()\nwhile time.process_time() < began + 1: pass\n"
+        "a = read_cpu_times()\nbegan = time.process_time()\nwhile time.process_time() < began + 1: "
+        "pass\n"
         "b = read_cpu_times()\nprint((b.own_s - a.own_s) / (time.process_time() - began))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=dict(os.environ)
+    )
     assert 0.7 < float(done.stdout) < 1.3, done.stderr

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness on the engine equals its own `hf` backend in float32, and goes on behind an interruption."""
+"""lm-evaluation-harness on the engine equals its own `hf` backend in float32, and goes on behind an
+interruption.
+"""
 
 import importlib
 import json
@@ -54,11 +56,15 @@ def home(tmp_path, monkeypatch):
 
 def evaluate(model, tasks, names=NAMES, **settings):
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    return simple_evaluate(model=model, tasks=list(names), task_manager=manager, bootstrap_iters=0, **settings)
+    return simple_evaluate(
+        model=model, tasks=list(names), task_manager=manager, bootstrap_iters=0, **settings
+    )
 
 
 def reference(folder, batch_size=2, **arguments):
-    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=batch_size, **arguments)
+    return HFLM(
+        pretrained=str(folder), device="cpu", dtype="float32", batch_size=batch_size, **arguments
+    )
 
 
 def assert_equal(ours, theirs, names=NAMES):
@@ -90,7 +96,9 @@ def _assert_equal_answers(ours, theirs):
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["text", "chat"])
 def test_scores_equal_those_of_the_hf_backend(folder, tasks, is_chat):
-    settings = dict(apply_chat_template=is_chat, system_instruction="Be short." if is_chat else None)
+    settings = dict(
+        apply_chat_template=is_chat, system_instruction="Be short." if is_chat else None
+    )
     names = [CHOICES, TURNS] if is_chat else NAMES
     with FlexgenLM(str(folder)) as lm:
         ours = evaluate(lm, tasks, names, **settings)
@@ -98,7 +106,9 @@ def test_scores_equal_those_of_the_hf_backend(folder, tasks, is_chat):
     assert len({sample["resps"][0][0] for sample in ours["samples"][TURNS]}) > 1
     if is_chat:  # few-shot examples are turns, and the answer is begun
         prompt = ours["samples"][TURNS][0]["arguments"][0][0]
-        assert prompt.count("<|im_start|>user") == 3 and prompt.endswith("<|im_start|>assistant\nIt is")
+        assert prompt.count("<|im_start|>user") == 3 and prompt.endswith(
+            "<|im_start|>assistant\nIt is"
+        )
 
 
 @pytest.fixture
@@ -117,7 +127,9 @@ def folder_with(folder, tmp_path):
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("settings", GREEDY[:2], ids=lambda settings: "-".join(settings))
-def test_answers_under_the_models_own_settings_equal_those_of_hf(folder_with, folder, tasks, settings):
+def test_answers_under_the_models_own_settings_equal_those_of_hf(
+    folder_with, folder, tasks, settings
+):
     changed = folder_with(settings)
     with FlexgenLM(str(changed)) as lm:
         ours = evaluate(lm, tasks)
@@ -129,7 +141,8 @@ def test_answers_under_the_models_own_settings_equal_those_of_hf(folder_with, fo
 
 
 def test_a_sampled_task_without_top_p_has_the_models(folder_with, tasks):
-    folder = folder_with({"top_p": 1e-4, "repetition_penalty": 1.5})  # one token is left at each step
+    # one token is left at each step
+    folder = folder_with({"top_p": 1e-4, "repetition_penalty": 1.5})
     drawn = {"do_sample": True, "temperature": 1.0}
     with FlexgenLM(str(folder)) as lm:
         ours = evaluate(lm, tasks, [SUMS], gen_kwargs=drawn)
@@ -143,7 +156,10 @@ def test_a_sampled_task_without_top_p_has_the_models(folder_with, tasks):
 def test_a_tasks_setting_that_contradicts_the_models_is_refused(folder_with, tasks):
     folder = folder_with({"repetition_penalty": 1.5, "no_repeat_ngram_size": 2})
     with FlexgenLM(str(folder)) as lm:
-        with pytest.raises(UsageError, match=r"no_repeat_ngram_size=1 .* is not what .*generation_config.json says"):
+        with pytest.raises(
+            UsageError,
+            match=(r"no_repeat_ngram_size=1 .* is not what .*generation_config.json says"),
+        ):
             evaluate(lm, tasks, [SUMS], gen_kwargs={"no_repeat_ngram_size": 1})
         same = evaluate(lm, tasks, [SUMS], gen_kwargs={"repetition_penalty": 1.5})
     assert sums(same) == sums(evaluate(reference(folder, batch_size=1), tasks, [SUMS]))
@@ -158,13 +174,17 @@ def test_every_kind_of_model_scores_as_hf(tiny, tmp_path, variant, max_length):
     assert_equal(ours, evaluate(reference(path, max_length=max_length), tasks))
 
 
-def test_an_interrupted_evaluation_computes_the_rest_and_scores_the_same(folder, tasks, tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_computes_the_rest_and_scores_the_same(
+    folder, tasks, tmp_path, monkeypatch
+):
     names = [LAST_WORD, SUMS]
 
     def scored():
         with FlexgenLM(str(folder), unverified=True) as lm:  # a proof is a run too
             results = evaluate(lm, tasks, names)
-        return results["results"], [sample["resps"] for name in names for sample in results["samples"][name]]
+        return results["results"], [
+            sample["resps"] for name in names for sample in results["samples"][name]
+        ]
 
     undisturbed = scored()
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "other home"))
@@ -182,10 +202,14 @@ def test_an_interrupted_evaluation_computes_the_rest_and_scores_the_same(folder,
 
 
 @pytest.mark.slow
-def test_random_draws_are_the_same_in_every_run_and_differ_between_repeats_and_seeds(folder, tasks, tmp_path):
+def test_random_draws_are_the_same_in_every_run_and_differ_between_repeats_and_seeds(
+    folder, tasks, tmp_path
+):
     repeated = shutil.copytree(tasks, tmp_path / "repeated")
     file = repeated / f"{SUMS}.yaml"
-    file.write_text(file.read_text().replace('"num_fewshot": 2', '"num_fewshot": 2, "repeats": 3', 1))
+    file.write_text(
+        file.read_text().replace('"num_fewshot": 2', '"num_fewshot": 2, "repeats": 3', 1)
+    )
     settings = dict(gen_kwargs={"do_sample": True, "temperature": 1.0, "until": []})
 
     def draws(seed):
@@ -219,10 +243,14 @@ def test_texts_become_the_ids_of_the_hf_backend_and_back(family, tmp_path):
         assert tokenizer.decode_plain(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("template", [CHATML, PLAIN_TURNS, NO_SYSTEM], ids=["plain", "turns", "trims"])
+@pytest.mark.parametrize(
+    "template", [CHATML, PLAIN_TURNS, NO_SYSTEM], ids=["plain", "turns", "trims"]
+)
 def test_chats_become_the_texts_of_the_hf_backend(tiny, tmp_path, template):
     folder = add_template(tiny("opt").path, tmp_path / "model", template)
-    hf = SimpleNamespace(tokenizer=PreTrainedTokenizerFast.from_pretrained(folder), chat_template_args={})
+    hf = SimpleNamespace(
+        tokenizer=PreTrainedTokenizerFast.from_pretrained(folder), chat_template_args={}
+    )
     history = [{"role": "system", "content": "Be short."}, {"role": "user", "content": " 1 + 1 ="}]
     with FlexgenLM(str(folder)) as lm:
         assert lm.chat_template(True) == template and lm.chat_template(False) is None
@@ -235,16 +263,22 @@ def test_chats_become_the_texts_of_the_hf_backend(tiny, tmp_path, template):
 
 def test_thinking_is_no_part_of_an_answer(tiny):
     path = str(tiny("llama").path)
-    with FlexgenLM(path, think_end_token="</think>") as lm, FlexgenLM(path, think_end_token=9) as by_id:
+    with (
+        FlexgenLM(path, think_end_token="</think>") as lm,
+        FlexgenLM(path, think_end_token=9) as by_id,
+    ):
         encode = lm.tokenizer.encode
 
         def answer(model, ids):
-            return model._text(Completion(lm.tokenizer.decode(ids), (), tuple(ids), (), "length"), ["\n"])
+            return model._text(
+                Completion(lm.tokenizer.decode(ids), (), tuple(ids), (), "length"), ["\n"]
+            )
 
         for model, end in ((lm, encode("</think>")), (by_id, [9])):
             assert answer(model, [*encode("one\ntwo"), *end, *encode("\n\n3\n4")]) == "3"
             assert answer(model, encode("one\ntwo")) == "one"
-        # Stop strings that may stand in thinking are no stop strings of the engine, or wait behind `</think>`.
+        # Stop strings that may stand in thinking are no stop strings of the engine, or wait behind
+        # `</think>`.
         settings = {"until": ["\n"], "max_gen_toks": 4}
         assert by_id._generation("the", settings, "").request.stop == ()
         request = lm._generation("the", settings, "").request
@@ -273,7 +307,9 @@ def test_a_model_is_named():
 
 
 def test_engine_options_arrive(folder):
-    with FlexgenLM(str(folder), precision="4bit", cpu_memory="1GiB", batch_size=8, trust_remote_code=True) as lm:
+    with FlexgenLM(
+        str(folder), precision="4bit", cpu_memory="1GiB", batch_size=8, trust_remote_code=True
+    ) as lm:
         options = lm._model.config
         assert str(options.precision) == "4bit" and options.limits.cpu == 2**30
         info = lm.get_model_info()
@@ -306,7 +342,14 @@ doc_to_choice: "{{{{choices}}}}"
 doc_to_target: answer
 """
     )
-    command = ["--model_args", f"pretrained={folder}", "--include_path", str(tmp_path), "--tasks", "empty"]
+    command = [
+        "--model_args",
+        f"pretrained={folder}",
+        "--include_path",
+        str(tmp_path),
+        "--tasks",
+        "empty",
+    ]
     with pytest.raises(UsageError, match="the first document of empty has an empty choice"):
         run_command(command)
 
@@ -317,10 +360,16 @@ def test_requests_that_cannot_be_answered_end_the_evaluation_by_name(folder, tas
 
     fits, beyond = pair("the", " fox"), pair("the", " fox" * 200, 7)
     with FlexgenLM(str(folder)) as lm:
-        for settings, message in (({"max_gen_toks": 96}, "max_gen_toks is 96"), ({"num_beams": 2}, "num_beams=2")):
+        for settings, message in (
+            ({"max_gen_toks": 96}, "max_gen_toks is 96"),
+            ({"num_beams": 2}, "num_beams=2"),
+        ):
             with pytest.raises(UsageError, match=f"document 0 of sums: {message}"):
                 evaluate(lm, tasks, [SUMS], gen_kwargs=settings)
-        for asked, message in (([pair("the", "", 3)], "3 of words"), ([fits, beyond], "7 of words: .* tokens, beyond")):
+        for asked, message in (
+            ([pair("the", "", 3)], "3 of words"),
+            ([fits, beyond], "7 of words: .* tokens, beyond"),
+        ):
             with pytest.raises(RequestError, match=f"document {message}"):
                 lm.loglikelihood(asked)
         with pytest.raises(UsageError, match="not supported"):

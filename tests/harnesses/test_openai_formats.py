@@ -36,7 +36,11 @@ def tokenizer(tiny, tmp_path_factory):
 
 def requests(tokenizer, url, body, unseeded="x"):
     encoded = to_requests(
-        parse_body(url, body), PromptEncoder(tokenizer), ChatFormat(tokenizer, False, "", ChatOptions()), 96, unseeded
+        parse_body(url, body),
+        PromptEncoder(tokenizer),
+        ChatFormat(tokenizer, False, "", ChatOptions()),
+        96,
+        unseeded,
     )
     return [prompt.request.request for prompt in encoded]
 
@@ -48,7 +52,15 @@ def ids_of(tokenizer, url, **body):
 def test_a_body_becomes_requests(tokenizer):
     quick, fox = (tuple(tokenizer.encode(text)) for text in ("the quick", "fox"))
     kept = dict(max_tokens=4, temperature=0.5, top_p=0.9, n=2, seed=-3)
-    ignored = dict(model="m", user="me", stream=False, suffix=None, best_of=2, logit_bias={}, frequency_penalty=0.0)
+    ignored = dict(
+        model="m",
+        user="me",
+        stream=False,
+        suffix=None,
+        best_of=2,
+        logit_bias={},
+        frequency_penalty=0.0,
+    )
     body = {"prompt": "the quick", "stop": ".", "echo": True, "logprobs": 0, **kept, **ignored}
     expected = GenerationRequest(prompt_token_ids=quick, stop=(".",), echo_logprobs=True, **kept)
     assert requests(tokenizer, TEXT, body) == [expected]
@@ -60,7 +72,9 @@ def test_a_body_becomes_requests(tokenizer):
     (plain,) = requests(tokenizer, TEXT, {"prompt": "fox", "echo": True, "stop": [*stops]})
     assert (plain.echo_logprobs, plain.stop) == (False, tuple(stops))
     rendered = tuple(tokenizer.encode("[user] the quick\n[assistant] "))
-    (chat,) = requests(tokenizer, CHAT, {"messages": MESSAGES, "max_completion_tokens": 3, "temperature": 0})
+    (chat,) = requests(
+        tokenizer, CHAT, {"messages": MESSAGES, "max_completion_tokens": 3, "temperature": 0}
+    )
     assert (chat.prompt_token_ids, chat.max_tokens) == (rendered, 3)
     (open_end,) = requests(tokenizer, CHAT, {"messages": MESSAGES})
     assert (open_end.max_tokens, open_end.temperature) == (96 - len(rendered), 1.0)
@@ -68,16 +82,23 @@ def test_a_body_becomes_requests(tokenizer):
 
 def test_draws_depend_on_the_seed_or_on_the_line(tokenizer):
     def seeds(unseeded, **body):
-        return [request.seed for request in requests(tokenizer, TEXT, {"prompt": [[5], [5]], **body}, unseeded)]
+        return [
+            request.seed
+            for request in requests(tokenizer, TEXT, {"prompt": [[5], [5]], **body}, unseeded)
+        ]
 
     assert seeds("a") == seeds("a") and len({*seeds("a"), *seeds("b")}) == 4
     assert seeds("a", seed=-1) == seeds("a") != seeds("a", seed=-2)
     assert seeds("a", seed=7) == seeds("b", seed=7) == [7, 7]
-    assert seeds("a", temperature=0) == seeds("b", temperature=0, seed=7) == [0, 0]  # so that equal ones are joined
+    # so that equal ones are joined
+    assert seeds("a", temperature=0) == seeds("b", temperature=0, seed=7) == [0, 0]
 
 
 RESULT = GenerationResult(
-    (Completion(" fox.", (" fox", "."), (7, 8), (-0.5, -0.25), "stop"), Completion("", (), (), (), "endoftext")),
+    (
+        Completion(" fox.", (" fox", "."), (7, 8), (-0.5, -0.25), "stop"),
+        Completion("", (), (), (), "endoftext"),
+    ),
     (0, 5, 6),
     (None, -1.0, -2.0),
     cost=Cost(prompt_tokens=3, output_tokens=4),
@@ -97,11 +118,19 @@ class Words:
 
 
 def body_of(url, result=RESULT, prompts=1, ids=(5, 6), tokenizer=None, **fields):
-    asked = parse_body(url, {"messages" if url == CHAT else "prompt": MESSAGES if url == CHAT else "x", **fields})
+    asked = parse_body(
+        url, {"messages" if url == CHAT else "prompt": MESSAGES if url == CHAT else "x", **fields}
+    )
     request = GenerationRequest(prompt_token_ids=(0, 5, 6))
     prompt = EncodedPrompt("the quick", ids, KeyedRequest(request, "key"))
     tokenizer = tokenizer or Words()
-    return to_body(asked, [prompt] * prompts, [result] * prompts, tokenizer, {"id": "1", "created": 9, "model": "m"})
+    return to_body(
+        asked,
+        [prompt] * prompts,
+        [result] * prompts,
+        tokenizer,
+        {"id": "1", "created": 9, "model": "m"},
+    )
 
 
 def choice(index, text, logprobs=None):
@@ -111,15 +140,30 @@ def choice(index, text, logprobs=None):
 def test_results_become_the_body_of_a_completion():
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     head = {"id": "cmpl-1", "object": "text_completion", "created": 9, "model": "m"}
-    assert body_of(TEXT, n=2) == {**head, "choices": [choice(0, " fox."), choice(1, "")], "usage": usage}
+    assert body_of(TEXT, n=2) == {
+        **head,
+        "choices": [choice(0, " fox."), choice(1, "")],
+        "usage": usage,
+    }
     twice = body_of(TEXT, prompts=2, n=2)
-    assert [choice["index"] for choice in twice["choices"]] == [0, 1, 2, 3] and twice["usage"]["total_tokens"] == 14
+    assert [choice["index"] for choice in twice["choices"]] == [0, 1, 2, 3] and twice["usage"][
+        "total_tokens"
+    ] == 14
     scores = [-1.0, -2.0, -0.5, -0.25]  # the first has BOS before it
     words = ["the", " quick", " fox", "."]
     tops = [{word: score} for word, score in zip(words, scores)]
-    logprobs = {"tokens": words, "token_logprobs": scores, "top_logprobs": tops, "text_offset": [0, 3, 9, 13]}
-    assert body_of(TEXT, n=2, echo=True, logprobs=0)["choices"][0] == choice(0, "the quick fox.", logprobs)
-    halves = Completion("ü.", ("bytes:\\xc3", "bytes:\\xbc", "."), (1, 2, 8), (-1.0, -1.0, -1.0), "length")
+    logprobs = {
+        "tokens": words,
+        "token_logprobs": scores,
+        "top_logprobs": tops,
+        "text_offset": [0, 3, 9, 13],
+    }
+    assert body_of(TEXT, n=2, echo=True, logprobs=0)["choices"][0] == choice(
+        0, "the quick fox.", logprobs
+    )
+    halves = Completion(
+        "ü.", ("bytes:\\xc3", "bytes:\\xbc", "."), (1, 2, 8), (-1.0, -1.0, -1.0), "length"
+    )
     (cut,) = body_of(TEXT, GenerationResult((halves,), (5,)), logprobs=1, temperature=0)["choices"]
     assert cut["logprobs"]["text_offset"] == [0, 0, 1] and cut["finish_reason"] == "length"
 
@@ -132,22 +176,40 @@ def entry(token, logprob, *tops):
 def test_results_become_the_body_of_a_chat():
     first, second = RESULT.completions
     tops = replace(first, top_logprobs=(((7, -0.5), (5, -1.5)), ((8, -0.25), (6, -2.5))))
-    body = body_of(CHAT, replace(RESULT, completions=(tops, second)), logprobs=True, top_logprobs=2, n=2)
+    body = body_of(
+        CHAT, replace(RESULT, completions=(tops, second)), logprobs=True, top_logprobs=2, n=2
+    )
     content = [entry(" fox", -0.5, entry("the", -1.5)), entry(".", -0.25, entry(" quick", -2.5))]
     assert (body["id"], body["object"]) == ("chatcmpl-1", "chat.completion")
     message = {"role": "assistant", "content": " fox.", "refusal": None}
-    expected = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "stop"}
+    expected = {
+        "index": 0,
+        "message": message,
+        "logprobs": {"content": content},
+        "finish_reason": "stop",
+    }
     assert body["choices"][0] == expected
     assert body["choices"][1]["logprobs"] == {"content": []}
     assert body_of(CHAT)["choices"][0]["logprobs"] is None
-    assert body_of(CHAT, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    assert (
+        body_of(CHAT, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    )
 
 
 def test_alternatives_are_given_by_text_and_the_token_itself_is_always_among_them():
     tops = (None, ((6, -0.125), (5, -1.0)), ((7, -1.0), (8, -1.5)))
     result = replace(RESULT, prompt_token_ids=(5, 5, 6), prompt_top_logprobs=tops)
-    drawn = replace(RESULT.completions[0], top_logprobs=(((7, -0.5), (5, -1.5)), ((5, -0.125), (6, -2.5))))
-    body = body_of(TEXT, replace(result, completions=(drawn,)), ids=(5, 5, 6), echo=True, logprobs=2, max_tokens=2)
+    drawn = replace(
+        RESULT.completions[0], top_logprobs=(((7, -0.5), (5, -1.5)), ((5, -0.125), (6, -2.5)))
+    )
+    body = body_of(
+        TEXT,
+        replace(result, completions=(drawn,)),
+        ids=(5, 5, 6),
+        echo=True,
+        logprobs=2,
+        max_tokens=2,
+    )
     assert body["choices"][0]["logprobs"]["top_logprobs"] == [
         None,
         {" quick": -0.125, "the": -1.0},
@@ -164,18 +226,25 @@ def test_tokens_with_one_text_give_the_most_probable_ones_score():
         words = {5: b"the", 6: b" quick", 7: b"x", 8: b"x"}
 
     drawn = Completion("xx", ("x", "x"), (8, 8), (-0.25, -0.25), "stop", tops)
-    body = body_of(TEXT, replace(RESULT, completions=(drawn,)), tokenizer=OneText(), logprobs=2, max_tokens=2)
+    body = body_of(
+        TEXT, replace(RESULT, completions=(drawn,)), tokenizer=OneText(), logprobs=2, max_tokens=2
+    )
     assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"x": -0.125}, {"x": -0.25}]
 
 
 def test_values_by_which_clients_say_none_are_none(tokenizer):
     none = {
-        "seed": -1, "n": None, "stop": [], "logit_bias": {}, "logprobs": False, "top_k": -1, "min_tokens": 0,
-        "tools": [], "tool_choice": "auto", "metadata": {}, "store": False, "suffix": "",
-        "response_format": {"type": "text"}, "skip_special_tokens": True, "priority": 0, "verbosity": "medium",
-        "return_token_ids": False, "safety_identifier": "someone", "prompt_cache_key": "k",
+        "seed": -1, "n": None, "stop": [], "logit_bias": {}, "logprobs": False, "top_k": -1,
+        "min_tokens": 0, "tools": [], "tool_choice": "auto", "metadata": {}, "store": False,
+        "suffix": "", "response_format": {"type": "text"}, "skip_special_tokens": True,
+        "priority": 0, "verbosity": "medium", "return_token_ids": False,
+        "safety_identifier": "someone", "prompt_cache_key": "k",
     }  # fmt: skip
-    of_chats = {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False}
+    of_chats = {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "add_special_tokens": False,
+    }
     for url, body, also in (
         (TEXT, {"prompt": "fox"}, {"add_special_tokens": True}),
         (CHAT, {"messages": MESSAGES}, {**of_chats, "echo": False, "best_of": 1}),
@@ -184,7 +253,13 @@ def test_values_by_which_clients_say_none_are_none(tokenizer):
         assert requests(tokenizer, url, body | none | also) == plain
         (unlimited,) = requests(tokenizer, url, body | {"max_tokens": -1})
         assert unlimited.max_tokens == 96 - len(unlimited.prompt_token_ids)
-    neutral = {"type": "text", "annotations": [], "refusal": None, "tool_calls": None, "reasoning_content": ""}
+    neutral = {
+        "type": "text",
+        "annotations": [],
+        "refusal": None,
+        "tool_calls": None,
+        "reasoning_content": "",
+    }
     assert requests(tokenizer, CHAT, {"messages": [MESSAGES[0] | neutral]}) == plain
 
 
@@ -252,4 +327,8 @@ def test_errors_have_the_form_of_openai():
     }
     assert error_body(ContextLengthError("long"))["error"]["code"] == "context_length_exceeded"
     assert error_body(OSError("disk"))["error"]["type"] == "server_error"
-    assert [error_status(e) for e in (ApiError("", status=404), NumericalError(""), OSError())] == [404, 400, 500]
+    assert [error_status(e) for e in (ApiError("", status=404), NumericalError(""), OSError())] == [
+        404,
+        400,
+        500,
+    ]

@@ -45,9 +45,12 @@ def server(folder, tmp_path_factory):
         yield served
         assert served.process.poll() is None
     assert served.process.returncode == 0 and "Traceback" not in served.output
-    assert re.search(r"\d+ requests answered, \d+ refused; what was computed is stored\n$", served.lines[-1])
+    assert re.search(
+        r"\d+ requests answered, \d+ refused; what was computed is stored\n$", served.lines[-1]
+    )
     blocks = [
-        re.fullmatch(r"[\d:]{8}  \d+ sequences? in .* s, [\d,]+ tokens, .* tokens/s\n", line) for line in served.lines
+        re.fullmatch(r"[\d:]{8}  \d+ sequences? in .* s, [\d,]+ tokens, .* tokens/s\n", line)
+        for line in served.lines
     ]
     assert any(blocks)
 
@@ -65,7 +68,10 @@ def near(values):
 
 
 def test_openais_client_gets_what_the_engine_computes(client, engine):
-    drawn, greedy = dict(max_tokens=5, n=2, seed=4, temperature=0.9, top_p=0.9), dict(max_tokens=3, temperature=0)
+    drawn, greedy = (
+        dict(max_tokens=5, n=2, seed=4, temperature=0.9, top_p=0.9),
+        dict(max_tokens=3, temperature=0),
+    )
     texts, ids, said, sampled = engine.run(
         [
             GenerationRequest(prompt="the quick", max_tokens=3, echo_logprobs=True, top_logprobs=2),
@@ -89,26 +95,40 @@ def test_openais_client_gets_what_the_engine_computes(client, engine):
         assert sorted(found.values())[-2:] == near(sorted(value for _, value in top))
         assert min(abs(value - score) for value in found.values()) < 1e-5
     assert complete(prompt=[5, 6, 7], **greedy)[0].text == ids.completions[0].text
-    assert [choice.text for choice in complete(prompt="fox", **drawn)] == [one.text for one in sampled.completions]
-    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, **greedy)
+    assert [choice.text for choice in complete(prompt="fox", **drawn)] == [
+        one.text for one in sampled.completions
+    ]
+    chat = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, **greedy
+    )
     (choice,), (expected,) = chat.choices, said.completions
     assert choice.message.content == expected.text
     assert [token.logprob for token in choice.logprobs.content] == near(expected.logprobs)
     for token, top in zip(choice.logprobs.content, expected.top_logprobs, strict=True):
         assert [one.logprob for one in token.top_logprobs] == near(value for _, value in top)
-    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve(
+        "tiny"
+    ).id == "tiny"
 
 
 def test_a_stream_comes_in_one_piece(client):
     asked = dict(model="tiny", max_tokens=4, seed=1)
-    streamed, chat = dict(stream=True, stream_options={"include_usage": True}), client.chat.completions
+    streamed, chat = (
+        dict(stream=True, stream_options={"include_usage": True}),
+        client.chat.completions,
+    )
     whole = chat.create(messages=MESSAGES, n=2, **asked)
     *events, last = chat.create(messages=MESSAGES, n=2, **streamed, **asked)
-    assert [event.choices[0].delta.content for event in events] == [c.message.content for c in whole.choices]
+    assert [event.choices[0].delta.content for event in events] == [
+        c.message.content for c in whole.choices
+    ]
     assert last.choices == [] and last.usage == whole.usage
     (text,) = client.completions.create(prompt="the", **asked).choices
     (event,) = client.completions.create(prompt="the", stream=True, **asked)
-    assert (event.choices[0].text, event.choices[0].finish_reason) == (text.text, text.finish_reason)
+    assert (event.choices[0].text, event.choices[0].finish_reason) == (
+        text.text,
+        text.finish_reason,
+    )
 
 
 @pytest.mark.slow  # importing the harness takes as long as all others
@@ -117,8 +137,8 @@ def test_local_completions_of_lm_evaluation_harness_scores_as_the_engine(server,
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     model = LocalCompletionsAPI(
-        model="tiny", base_url=f"{server.url}/completions", tokenizer_backend="huggingface", tokenizer=str(folder),
-        num_concurrent=4, max_length=96,
+        model="tiny", base_url=f"{server.url}/completions", tokenizer_backend="huggingface",
+        tokenizer=str(folder), num_concurrent=4, max_length=96,
     )  # fmt: skip
 
     def instances(kind, arguments):
@@ -130,13 +150,19 @@ def test_local_completions_of_lm_evaluation_harness_scores_as_the_engine(server,
     written = engine.run([GenerationRequest(prompt=context, max_tokens=1) for context, _ in pairs])
     texts = [result.completions[0].text for result in written]
     pairs += [
-        (context, text) for (context, _), text in zip(pairs, texts) if text.strip() and text.strip().isprintable()
+        (context, text)
+        for (context, _), text in zip(pairs, texts)
+        if text.strip() and text.strip().isprintable()
     ]
     scored, expected = model.loglikelihood(instances("loglikelihood", pairs)), engine.score(pairs)
-    assert [logprob for logprob, _ in scored] == pytest.approx([score.logprob for score in expected], abs=1e-4)
+    assert [logprob for logprob, _ in scored] == pytest.approx(
+        [score.logprob for score in expected], abs=1e-4
+    )
     assert [is_greedy for _, is_greedy in scored] == [score.is_greedy for score in expected]
     assert {True, False} == {is_greedy for _, is_greedy in scored}
-    found = model.generate_until(instances("generate_until", [("the quick", {"until": ["x"], "max_gen_toks": 4})]))
+    found = model.generate_until(
+        instances("generate_until", [("the quick", {"until": ["x"], "max_gen_toks": 4})])
+    )
     (result,) = engine.run([GenerationRequest(prompt="the quick", max_tokens=4, stop=("x",))])
     assert found == [result.completions[0].text]
 
@@ -147,10 +173,20 @@ def test_helms_legacy_client_gets_what_ours_gets(server, folder):
     )
     ours = FlexgenClient("flexgen/tiny", path=str(folder), device="cpu", apply_chat_template=False)
     plain = Request(
-        model="flexgen/tiny", model_deployment="flexgen/tiny", temperature=0.0, prompt="the quick", max_tokens=4
+        model="flexgen/tiny",
+        model_deployment="flexgen/tiny",
+        temperature=0.0,
+        prompt="the quick",
+        max_tokens=4,
     )
-    for changes in ({}, dict(max_tokens=0, echo_prompt=True), dict(stop_sequences=["e"], num_completions=2)):
-        expected, found = (client.make_request(replace(plain, **changes)) for client in (ours, theirs))
+    for changes in (
+        {},
+        dict(max_tokens=0, echo_prompt=True),
+        dict(stop_sequences=["e"], num_completions=2),
+    ):
+        expected, found = (
+            client.make_request(replace(plain, **changes)) for client in (ours, theirs)
+        )
         assert expected.success and found.success, found.error
         for a, b in zip(found.completions, expected.completions, strict=True):
             assert a.text == b.text and a.logprob == pytest.approx(b.logprob, abs=1e-4)
@@ -178,7 +214,12 @@ def test_another_sites_page_is_refused(server, headers, status, why):
 
 def test_own_pages_and_names_of_this_machine_are_answered(server):
     host = f"localhost:{server.port}"
-    for headers in ({}, {"Host": host}, {"Host": "[::1]:80"}, {"Host": host, "Origin": f"http://{host}"}):
+    for headers in (
+        {},
+        {"Host": host},
+        {"Host": "[::1]:80"},
+        {"Host": host, "Origin": f"http://{host}"},
+    ):
         assert server.request("GET", "/health", headers=headers) == (200, {"status": "ok"})
 
 
@@ -203,13 +244,20 @@ def test_a_hostile_body_is_refused_by_one_sentence(server, body, status, why):
     found, answer = server.request("POST", URL, body)
     error = answer["error"]
     assert found == status and (why in error["message"] or why == error["code"]), answer
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert (
+        set(error) == {"message", "type", "param", "code"}
+        and error["type"] == "invalid_request_error"
+    )
     assert "\n" not in error["message"] and len(error["message"]) < 400
     assert server.request("GET", "/health")[0] == 200
 
 
 def test_unknown_paths_and_methods_are_refused_in_openais_form(server):
-    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", URL, 405), ("POST", "/v1/models", 405)):
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", URL, 405),
+        ("POST", "/v1/models", 405),
+    ):
         found, answer = server.request(method, path)
         assert found == status and "the server has /v1/completions" in answer["error"]["message"]
 
@@ -231,7 +279,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 def test_a_request_larger_than_any_is_refused(server):
-    answer = raw(server, HEAD + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(200)) + b"\r\n")
+    answer = raw(
+        server, HEAD + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(200)) + b"\r\n"
+    )
     assert answer == b"" or b" 400 " in answer
     answer = raw(server, HEAD + b"Content-Length: 104857600\r\n\r\n" + b" " * 100_000)
     assert b" 413 " in answer and b"longer than" in answer
@@ -249,7 +299,12 @@ def test_beyond_this_machine_a_key_is_needed(folder, tmp_path, capsys):
             status, answer = served.request("GET", "/v1/models", headers=headers)
             assert status == 401 and answer["error"]["code"] == "invalid_api_key"
         for headers in ({}, {"Host": "server.example"}):
-            assert served.request("GET", "/health", headers={"Authorization": f"Bearer {KEY}", **headers})[0] == 200
+            assert (
+                served.request(
+                    "GET", "/health", headers={"Authorization": f"Bearer {KEY}", **headers}
+                )[0]
+                == 200
+            )
         (model,) = openai.OpenAI(base_url=served.url, api_key=KEY).models.list()
         assert model.id == str(folder) and KEY not in served.output
         assert cli.main(["serve", str(folder), "--port", str(served.port)]) == 2
@@ -266,7 +321,9 @@ def test_beyond_this_machine_a_key_is_needed(folder, tmp_path, capsys):
         (["--host", "a..b"], KEY, "--host a..b is no address"),
     ],
 )
-def test_wrong_keys_and_hosts_end_in_one_sentence(folder, tmp_path, monkeypatch, capsys, arguments, key, why):
+def test_wrong_keys_and_hosts_end_in_one_sentence(
+    folder, tmp_path, monkeypatch, capsys, arguments, key, why
+):
     monkeypatch.delenv("FLEXGEN_HELM_SERVE_KEY", raising=False)
     if key:
         (tmp_path / "key").write_text(key)
@@ -331,8 +388,13 @@ def test_what_was_admitted_is_computed_though_its_client_has_gone(folder, tmp_pa
 def test_a_signal_ends_the_server_and_what_waits_is_told_so(folder, tmp_path):
     """SIGTERM here, SIGINT at the end of every other server."""
     settings = SLOW.format(gate=str(tmp_path / "never"))
-    with serving(folder, tmp_path / "home", settings=settings) as served, ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(served.request, "POST", URL, {"prompt": "the " * i}) for i in (2, 3, 4)]
+    with (
+        serving(folder, tmp_path / "home", settings=settings) as served,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        waiting = [
+            pool.submit(served.request, "POST", URL, {"prompt": "the " * i}) for i in (2, 3, 4)
+        ]
         time.sleep(1.0)
         assert served.stop(signal.SIGTERM) < 10
         for one in waiting:
@@ -347,6 +409,9 @@ def test_draws_without_a_seed_differ_and_are_repeated_by_the_next_server(folder,
     for _ in range(2):
         with serving(folder, tmp_path / "home") as served:
             found.append([served.complete(**asked)["choices"][0]["text"] for _ in range(4)])
-            assert served.complete(**asked, seed=1)["choices"] == served.complete(**asked, seed=1)["choices"]
+            assert (
+                served.complete(**asked, seed=1)["choices"]
+                == served.complete(**asked, seed=1)["choices"]
+            )
     assert len(set(found[0])) == 4 and found[0] == found[1]
     assert rows(tmp_path / "home") == 5

@@ -1,4 +1,6 @@
-"""What a process of transformers says of answers equals its own forward pass, and names tokens that are not greedy."""
+"""What a process of transformers says of answers equals its own forward pass, and names tokens that
+are not greedy.
+"""
 
 from dataclasses import replace
 
@@ -20,15 +22,21 @@ def folder(tiny):
 def answers(folder):
     asked = [
         GenerationRequest(prompt_token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True),
-        GenerationRequest(prompt_token_ids=[9, 4, 8, 3], max_tokens=0, echo_logprobs=True, echo_greedy=True),
-        GenerationRequest(prompt_token_ids=[7], max_tokens=3, temperature=1.0, n=2, seed=1, ignore_eos=True),
+        GenerationRequest(
+            prompt_token_ids=[9, 4, 8, 3], max_tokens=0, echo_logprobs=True, echo_greedy=True
+        ),
+        GenerationRequest(
+            prompt_token_ids=[7], max_tokens=3, temperature=1.0, n=2, seed=1, ignore_eos=True
+        ),
     ]
     with Engine.from_pretrained(folder) as engine:
         return [*zip(asked, engine.run(asked))]
 
 
 def ask(folder, answers, ends, tolerance=1e-3):
-    return [(result, said) for (_, result), said in by_transformers(folder, ends, answers, tolerance)]
+    return [
+        (result, said) for (_, result), said in by_transformers(folder, ends, answers, tolerance)
+    ]
 
 
 def said_of(row, token):
@@ -50,7 +58,9 @@ def last(folder, answers):
 
 @pytest.fixture(scope="module")
 def asked(answers, last):
-    """The answers; the first with an improbable token, greedy and drawn, and ended; claims: all greedy, none greedy."""
+    """The answers; the first with an improbable token, greedy and drawn, and ended; claims: all
+    greedy, none greedy.
+    """
     (request, result), (scored, score), _ = answers
     (completion,) = result.completions
     wrong, ended = (
@@ -60,8 +70,17 @@ def asked(answers, last):
             {"finish_reason": "endoftext"},
         )
     )
-    claims = [(scored, replace(score, prompt_greedy=(None, *[is_greedy] * 3))) for is_greedy in (True, False)]
-    return [*answers, (request, wrong), (replace(request, temperature=1.0), wrong), (request, ended), *claims]
+    claims = [
+        (scored, replace(score, prompt_greedy=(None, *[is_greedy] * 3)))
+        for is_greedy in (True, False)
+    ]
+    return [
+        *answers,
+        (request, wrong),
+        (replace(request, temperature=1.0), wrong),
+        (request, ended),
+        *claims,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +98,9 @@ def test_log_probabilities_are_those_of_its_forward_pass(folder, answers, found)
             assert new.logprobs == pytest.approx(expected[start - 1 :], abs=1e-6)
             if result.prompt_logprobs is not None:
                 assert computed.prompt_logprobs[0] is None
-                assert computed.prompt_logprobs[1:] == pytest.approx(expected[: start - 1], abs=1e-6)
+                assert computed.prompt_logprobs[1:] == pytest.approx(
+                    expected[: start - 1], abs=1e-6
+                )
     assert found[1][0].prompt_greedy == answers[1][1].prompt_greedy
 
 
@@ -95,11 +116,16 @@ def test_of_several_ends_one_may_be_the_most_probable(folder, asked, last):
 
 def test_what_is_greedy_is_corrected_beyond_the_tolerance(folder, asked, found):
     ids = asked[1][1].prompt_token_ids
-    truth = (None, *(int(row.argmax()) == token for row, token in zip(forward(folder, ids), ids[1:])))
+    truth = (
+        None,
+        *(int(row.argmax()) == token for row, token in zip(forward(folder, ids), ids[1:])),
+    )
     assert [result.prompt_greedy for result, _ in found[-2:]] == [truth, truth]
     lenient = ask(folder, asked, [2], tolerance=100.0)
     assert [said for _, said in lenient] == [""] * len(asked)
-    assert [result.prompt_greedy for result, _ in lenient[-2:]] == [result.prompt_greedy for _, result in asked[-2:]]
+    assert [result.prompt_greedy for result, _ in lenient[-2:]] == [
+        result.prompt_greedy for _, result in asked[-2:]
+    ]
 
 
 def test_what_transformers_cannot_open_ends_in_a_sentence(tmp_path, answers):

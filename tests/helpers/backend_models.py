@@ -1,6 +1,8 @@
-"""Causal classes of transformers that run by their own modules: tiny models, and how far the engine is from them.
+"""Causal classes of transformers that run by their own modules: tiny models, and how far the engine
+is from them.
 
-`python -m tests.helpers.backend_models` rewrites the table of docs/explanation/transformers-backend.md.
+`python -m tests.helpers.backend_models` rewrites the table of
+docs/explanation/transformers-backend.md.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from tests.helpers.tiny_causal_models import UNBUILT, causal_classes, tiny_confi
 PAGE = ROOT / "docs/explanation/transformers-backend.md"
 BEGIN, END = "<!-- table: make model-table -->", "<!-- end of the table -->"
 NATIVE = {name for architecture in ARCHITECTURES.values() for name in architecture.hf_names}
-# Layers that keep a state, or call attention in another way than once with causal masks, by what the refusal says.
+# Layers that keep a state, or call attention in another way than once with causal masks, by what
+# the refusal says.
 REFUSED = {
     "DbrxForCausalLM": "cannot run layer by layer",  # experts outside transformers' interface
     "DeepseekV4ForCausalLM": "passes its layers input_ids",
@@ -46,13 +49,14 @@ REFUSED = {
 # Classes that do not declare transformers' attention interface, and use it.
 UNDECLARED = {
     "BailingHybridForCausalLM", "BambaForCausalLM", "BartForCausalLM", "BigBirdForCausalLM",
-    "BigBirdPegasusForCausalLM", "BioGptForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
-    "CodeGenForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "GPTJForCausalLM",
-    "GPTNeoXJapaneseForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "LaraMiniForCausalLM",
-    "MBartForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MarianForCausalLM", "MegatronBertForCausalLM",
-    "MvpForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM",
-    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "StableLmForCausalLM", "TrOCRForCausalLM",
-    "WhisperForCausalLM", "XGLMForCausalLM",
+    "BigBirdPegasusForCausalLM", "BioGptForCausalLM", "BlenderbotForCausalLM",
+    "BlenderbotSmallForCausalLM", "CodeGenForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM", "GPTJForCausalLM", "GPTNeoXJapaneseForCausalLM", "JambaForCausalLM",
+    "KimiLinearForCausalLM", "LaraMiniForCausalLM", "MBartForCausalLM", "Mamba2ForCausalLM",
+    "MambaForCausalLM", "MarianForCausalLM", "MegatronBertForCausalLM", "MvpForCausalLM",
+    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM",
+    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "StableLmForCausalLM",
+    "TrOCRForCausalLM", "WhisperForCausalLM", "XGLMForCausalLM",
 }  # fmt: skip
 # Models of several parts, whose language model is a class of its own in this list.
 OTHERS = {
@@ -66,7 +70,11 @@ OTHERS = {
 def supported() -> list[str]:
     """Classes that use transformers' attention interface and have no record of ours."""
     known = NATIVE | OTHERS
-    return [name for name in causal_classes() if (_declares(name) or name in UNDECLARED) and name not in known]
+    return [
+        name
+        for name in causal_classes()
+        if (_declares(name) or name in UNDECLARED) and name not in known
+    ]
 
 
 def without_interface() -> list[str]:
@@ -83,18 +91,28 @@ def _declares(name: str) -> bool:
 
 
 def tiny_model_config(name: str, **changes: Any) -> Any:
-    """A tiny config of the class, of its text model if it is one of several parts and not itself listed so."""
+    """A tiny config of the class, of its text model if it is one of several parts and not itself
+    listed so.
+    """
     config = tiny_config(name)
     for key, value in changes.items():
         setattr(config, key, value)
-    return config.get_text_config() if name in causal_classes() and name not in MULTI_PART_CLASSES else config
+    return (
+        config.get_text_config()
+        if name in causal_classes() and name not in MULTI_PART_CLASSES
+        else config
+    )
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Any:
-    """Save a tiny random model, with changes of its config; return it in float32, with the same values."""
+    """Save a tiny random model, with changes of its config; return it in float32, with the same
+    values.
+    """
     torch.manual_seed(0)
     config = tiny_model_config(name, **changes)
-    model = getattr(transformers, name)._from_config(config, attn_implementation="eager").eval().float()
+    model = (
+        getattr(transformers, name)._from_config(config, attn_implementation="eager").eval().float()
+    )
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():  # as `random_reference` does
             if tensor.is_floating_point():
@@ -107,7 +125,8 @@ def saved(name: str, folder: Path, **changes: Any) -> Any:
 
 
 def requests() -> list[GenerationRequest]:
-    """Prompts of mixed lengths, of which two share a beginning; together more tokens than positions and vocabulary.
+    """Prompts of mixed lengths, of which two share a beginning; together more tokens than positions
+    and vocabulary.
 
     Their ids are all over the vocabulary, with the last three, which have a meaning.
     """
@@ -123,11 +142,15 @@ def requests() -> list[GenerationRequest]:
 
 
 def off(model: Any, result: GenerationResult) -> float:
-    """The largest difference of a log-probability, of the answers and the prompt if asked for, from the model's own."""
+    """The largest difference of a log-probability, of the answers and the prompt if asked for, from
+    the model's own.
+    """
 
     def logprobs(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            return torch.log_softmax(model(input_ids=torch.tensor([ids[:-1]])).logits[0].float(), -1)
+            return torch.log_softmax(
+                model(input_ids=torch.tensor([ids[:-1]])).logits[0].float(), -1
+            )
 
     return torch.tensor([0.0, *differences(logprobs, result.prompt_token_ids, result)]).max().item()
 
@@ -135,8 +158,8 @@ def off(model: Any, result: GenerationResult) -> float:
 def largest_difference(
     name: str, folder: Path, options: Mapping[str, Any], model: Any = None
 ) -> tuple[float, TransformersConfig]:
-    """Answer the requests, in blocks of which one shares the prompts' common beginning; return the largest difference
-    of a log-probability from the model's own forward pass.
+    """Answer the requests, in blocks of which one shares the prompts' common beginning; return the
+    largest difference of a log-probability from the model's own forward pass.
 
     A greedy token that is not the largest counts with how far it is from that.
 
@@ -152,7 +175,9 @@ def largest_difference(
     for request, result in zip(2 * asked, results, strict=True):
         prompt, answer = list(request.prompt_token_ids), result.completions[0]
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + list(answer.token_ids)])).logits[0].float()
+            logits = (
+                model(input_ids=torch.tensor([prompt + list(answer.token_ids)])).logits[0].float()
+            )
         logprobs = torch.log_softmax(logits, -1)
         largest = max(largest, off(model, result))
         for row, token in zip(logprobs[len(prompt) - 1 :], answer.token_ids, strict=False):
@@ -176,7 +201,9 @@ def features(config: TransformersConfig) -> str:
     if config.attn_softcap is not None:
         found.append("soft caps")
     if any(config.layer_states):
-        found.append("states in all layers" if all(config.layer_states) else "states in some layers")
+        found.append(
+            "states in all layers" if all(config.layer_states) else "states in some layers"
+        )
     if config.modules.streams > 1:
         found.append("streams")
     if config.modules.layer_input_size:
@@ -189,13 +216,18 @@ def features(config: TransformersConfig) -> str:
 
 
 def table(measured: Iterable[tuple[str, str, float]]) -> str:
-    """The page's table of classes, their features and differences: a row for classes with the same features."""
+    """The page's table of classes, their features and differences: a row for classes with the same
+    features.
+    """
     rows: dict[str, list[tuple[str, float]]] = {}
     for name, shown, difference in measured:
         rows.setdefault(shown, []).append((name.removesuffix("ForCausalLM"), difference))
     lines = ["| features | classes | largest difference |", "|---|---|---|"]
     for shown, classes in sorted(rows.items()):
-        lines.append(f"| {shown} | {', '.join(name for name, _ in classes)} | {max(dict(classes).values()):.1e} |")
+        lines.append(
+            f"| {shown} | {', '.join(name for name, _ in classes)} | "
+            f"{max(dict(classes).values()):.1e} |"
+        )
     return "\n".join(lines)
 
 
@@ -221,26 +253,38 @@ REASONS = {
         "CpmAnt", "Doge", "Git", "Inkling", "Inkling2", "Inkling2Loop", "OpenAIGPTLMHeadModel",
         "ReformerModelWithLMHead", "XLMWithLMHeadModel",
     ],
-    "several predictions of a token at once": ["Musicgen", "MusicgenMelody", "ProphetNet", "XLNetLMHeadModel"],
+    "several predictions of a "
+    "token at once": ["Musicgen", "MusicgenMelody", "ProphetNet", "XLNetLMHeadModel"],
     "a table of rotations among its weights": ["RoFormer"],
     "embeddings narrower than hidden states": ["RemBert"],
     "a head of several parts": ["Dory"],
     "several stacks of layers, over bytes and patches": ["Blt"],
-    "not tried: its default configuration makes no model": sorted(name.removesuffix("ForCausalLM") for name in UNBUILT),
+    "not tried: its default "
+    "configuration makes no model": sorted(name.removesuffix("ForCausalLM") for name in UNBUILT),
 }  # fmt: skip
 
 
 def refused_classes() -> set[str]:
     """The classes of `REASONS` that this release has, by their whole names."""
-    short, known = {name for names in REASONS.values() for name in names}, {*causal_classes(), *UNBUILT}
+    short, known = (
+        {name for names in REASONS.values() for name in names},
+        {*causal_classes(), *UNBUILT},
+    )
     return known & (short | {f"{name}ForCausalLM" for name in short})
 
 
 def refusal_table() -> str:
     lines = ["| reason | classes |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {why} | {', '.join(names)} |" for why, names in REASONS.items())])
+    return "\n".join(
+        [*lines, *(f"| {why} | {', '.join(names)} |" for why, names in REASONS.items())]
+    )
 
 
 if __name__ == "__main__":
-    rewrite(PAGE, "<!-- refused: make model-table -->", "<!-- end of what is refused -->", refusal_table())
+    rewrite(
+        PAGE,
+        "<!-- refused: make model-table -->",
+        "<!-- end of what is refused -->",
+        refusal_table(),
+    )
     rewrite(PAGE, BEGIN, END, table(measure()))

@@ -1,7 +1,8 @@
-"""HELM with two clients in one process, our own and HELM's for Hugging Face models, on the same weights.
+"""HELM with two clients in one process, our own and HELM's for Hugging Face models, on the same
+weights.
 
-As a script, in a folder with `job.json`: `helm-run` for its entries, then its requests through each client. It writes
-`outcome.json`; see `Outcome`.
+As a script, in a folder with `job.json`: `helm-run` for its entries, then its requests through each
+client. It writes `outcome.json`; see `Outcome`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class Job:
 class Outcome:
     """What they did.
 
-    fed: for each model, the token ids that it was given by the runs, without repetitions, which we compute once.
+    fed: for each model, the token ids that it was given by the runs, without repetitions, which we
+        compute once.
     fed_by_request: the same for the requests, in order.
     folders: for each model and kind, the folder of its run.
-    completions: for each model and kind of request, {text, logprob, tokens: [[text, logprob], …]} of each completion.
+    completions: for each model and kind of request, {text, logprob, tokens: [[text, logprob], …]}
+        of each completion.
     """
 
     fed: Mapping[str, Sequence[Sequence[int]]]
@@ -56,7 +59,9 @@ class Outcome:
 
 
 def run_both(folder: Path, model: Path, positions: int, job: Job) -> Outcome:
-    """Do `job` with the checkpoint `model` in `folder`, where the data of the entries already is."""
+    """Do `job` with the checkpoint `model` in `folder`, where the data of the entries already
+    is.
+    """
     tokenizer = Tokenizer.from_path(model)
     assert tokenizer is not None
     (folder / "prod_env").mkdir()
@@ -67,13 +72,17 @@ def run_both(folder: Path, model: Path, positions: int, job: Job) -> Outcome:
     variables = {"FLEXGEN_HELM_MODELS": str(folder / "models.yaml"), "FLEXGEN_HELM_HOME": str(folder / "home"),
                  "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
     command = [*python("all"), __file__]
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return Outcome(**json.loads((folder / "outcome.json").read_text()))
 
 
 class _Recorder:
-    """Token ids that each model was given, in order and without repetitions. model: whose run it is."""
+    """Token ids that each model was given, in order and without repetitions. model: whose run it
+    is.
+    """
 
     def __init__(self) -> None:
         self.model = ""
@@ -83,7 +92,10 @@ class _Recorder:
         self._ids.setdefault(self.model, {})[tuple(ids)] = None
 
     def take(self) -> dict[str, list[list[int]]]:
-        ids, self._ids = {model: [list(ids) for ids in given] for model, given in self._ids.items()}, {}
+        ids, self._ids = (
+            {model: [list(ids) for ids in given] for model, given in self._ids.items()},
+            {},
+        )
         return ids
 
 
@@ -100,11 +112,13 @@ def _main() -> None:
     _record_ours(recorder)
     _record_theirs(recorder)
     entries = {
-        model: {kind: with_model(entry, model) for kind, entry in job.entries[model].items()} for model in MODELS
+        model: {kind: with_model(entry, model) for kind, entry in job.entries[model].items()}
+        for model in MODELS
     }
     run_one = Runner.run_one
 
-    def run_of_model(self: Runner, run_spec: RunSpec) -> None:  # the plugin compares the names of parameters
+    # the plugin compares the names of parameters
+    def run_of_model(self: Runner, run_spec: RunSpec) -> None:
         recorder.model = run_spec.adapter_spec.model_deployment
         run_one(self, run_spec)
 
@@ -113,7 +127,9 @@ def _main() -> None:
                 "-m", str(job.instances), "-n", "1", "--suite", "s", "--disable-cache", "--exit-on-error"]  # fmt: skip
     run.main()
     fed, fed_by_request, completions = recorder.take(), {}, {}
-    folders = {model: {kind: _folder(entry) for kind, entry in entries[model].items()} for model in MODELS}
+    folders = {
+        model: {kind: _folder(entry) for kind, entry in entries[model].items()} for model in MODELS
+    }
     client = AutoClient({}, "cache", BlackHoleCacheBackendConfig())
     for model in MODELS:
         recorder.model, fed_by_request[model], completions[model] = model, {}, {}
@@ -122,7 +138,9 @@ def _main() -> None:
             assert result.success, result.error
             (fed_by_request[model][kind],) = recorder.take()[model]
             completions[model][kind] = [asdict(completion) for completion in result.completions]
-    Path("outcome.json").write_text(json.dumps(asdict(Outcome(fed, fed_by_request, folders, completions))))
+    Path("outcome.json").write_text(
+        json.dumps(asdict(Outcome(fed, fed_by_request, folders, completions)))
+    )
 
 
 def _folder(entry: str) -> str:

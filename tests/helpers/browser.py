@@ -1,4 +1,6 @@
-"""Headless Chromium, driven by chromedriver's HTTP interface, and what is wrong with a page it shows."""
+"""Headless Chromium, driven by chromedriver's HTTP interface, and what is wrong with a page it
+shows.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
-MISSING = None if CHROMIUM and DRIVER else "no chromium with chromedriver is installed, so pages are not looked at"
+MISSING = (
+    None
+    if CHROMIUM and DRIVER
+    else "no chromium with chromedriver is installed, so pages are not looked at"
+)
 WIDTHS, SCHEMES = (390, 820, 1440), ("light", "dark")
 _FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-sync", "--disable-background-networking", "--disable-component-update",
+    "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND",
 ]  # fmt: skip
 
-# Returns sentences. A scroll container may be wider inside if it says so in `data-hint`. Contrast is WCAG 2's.
+# Returns sentences. A scroll container may be wider inside if it says so in `data-hint`. Contrast
+# is WCAG 2's.
 _FIND_PROBLEMS = """
 const problems = [], width = innerWidth;
 if (document.scrollingElement.scrollWidth > width)
@@ -62,7 +71,9 @@ class Browser:
         self._address = address
         options = {"binary": CHROMIUM, "args": _FLAGS}
         capabilities = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
-        self._address += "/session/" + self._post("/session", {"capabilities": capabilities})["sessionId"]
+        self._address += (
+            "/session/" + self._post("/session", {"capabilities": capabilities})["sessionId"]
+        )
 
     def open(self, page: Path) -> None:
         self._post("/url", {"url": page.as_uri()})
@@ -98,10 +109,16 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    process = subprocess.Popen([str(DRIVER), "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [str(DRIVER), "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         assert process.stdout is not None
-        port = next(line.split()[-1].rstrip(".") for line in process.stdout if "started successfully on port" in line)
+        port = next(
+            line.split()[-1].rstrip(".")
+            for line in process.stdout
+            if "started successfully on port" in line
+        )
         window = Browser(f"http://127.0.0.1:{port}")
         try:
             yield window

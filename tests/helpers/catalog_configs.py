@@ -1,4 +1,5 @@
-"""Records of the catalog's models that run by transformers' modules, written so that reading them needs no PyTorch.
+"""Records of the catalog's models that run by transformers' modules, written so that reading them
+needs no PyTorch.
 
 `python -m tests.helpers.catalog_configs` rewrites flexgen_helm/checkpoint/catalog_traced.jsonl.
 """

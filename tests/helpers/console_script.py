@@ -41,4 +41,9 @@ def run_script(*arguments: str, **environment: str) -> Finished:
     modules = _IMPORT.findall(done.stderr)
     # A line of imports may be in two parts, where two threads import.
     lines = [line for line in done.stderr.splitlines(keepends=True) if not _OF_IMPORTS.search(line)]
-    return Finished(done.returncode, done.stdout, "".join(lines), frozenset(name.split(".")[0] for name in modules))
+    return Finished(
+        done.returncode,
+        done.stdout,
+        "".join(lines),
+        frozenset(name.split(".")[0] for name in modules),
+    )

@@ -14,12 +14,31 @@ from flexgen_helm.scenarios import lambada, wikitext
 from tests.helpers.helm_runs import MODEL
 
 Score = Callable[[list[int]], list[float]]
-WORDS = ["the", "of", "and", "to", "in", "a", "is", "that", "it", "was", "for", "on", "as", "with", "by", "he"]
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "a",
+    "is",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "as",
+    "with",
+    "by",
+    "he",
+]
 
 
 def write_data(folder: Path, passages: Sequence[str], pages: Sequence[str]) -> Path:
     folder.mkdir()
-    (folder / lambada.FILE).write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    (folder / lambada.FILE).write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in passages)
+    )
     (folder / wikitext.FILE).write_text("\n".join(pages))
     return folder
 
@@ -33,7 +52,8 @@ PAGES = [invented_page("One", 30), invented_page("Two", 90), invented_page("Thre
 
 
 def rolling_logprob(ids: list[int], prefix: int, length: int, score: Score) -> float:
-    """By the harness's definition: rolling windows of `length` inputs, whose last predictions count.
+    """By the harness's definition: rolling windows of `length` inputs, whose last predictions
+    count.
 
     score(ids) = log p(ids[i] | ids[:i]) for every i.
     """
@@ -56,7 +76,9 @@ FAKE_ENTRIES = [
 
 
 def write_legalbench_settings(output_path: Path) -> None:
-    """The file that HELM otherwise fetches to make a run spec of LegalBench: five lines, each a JSON object."""
+    """The file that HELM otherwise fetches to make a run spec of LegalBench: five lines, each a
+    JSON object.
+    """
     values: Sequence[object] = ([["Text", "text"]], "Is it so?", "answer", "Label", None)
     path = output_path / "scenarios" / "legalbench" / "prompt_construction_settings.json"
     path.parent.mkdir(parents=True)

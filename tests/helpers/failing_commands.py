@@ -1,8 +1,11 @@
-"""Commands whose system calls fail: each answer to a call is right all the same, or ends with one true sentence.
+"""Commands whose system calls fail: each answer to a call is right all the same, or ends with one
+true sentence.
 
-    python -m tests.helpers.failing_commands COUNT SEED [COMMAND...]     injects drawn errors, and prints a table
+    python -m tests.helpers.failing_commands COUNT SEED [COMMAND...]     injects drawn errors, and
+    prints a table
 
-The calls of an undisturbed command on its home, its input and its output are listed; drawn ones fail.
+The calls of an undisturbed command on its home, its input and its output are listed; drawn ones
+fail.
 """
 
 from __future__ import annotations
@@ -18,7 +21,19 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from errno import EACCES, EDQUOT, EFBIG, EIO, EMFILE, ENOLCK, ENOMEM, ENOSPC, ENOSYS, EROFS, errorcode
+from errno import (
+    EACCES,
+    EDQUOT,
+    EFBIG,
+    EIO,
+    EMFILE,
+    ENOLCK,
+    ENOMEM,
+    ENOSPC,
+    ENOSYS,
+    EROFS,
+    errorcode,
+)
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +72,9 @@ REMEDIES = {
     EIO: f"dmesg|{MOVES}",
 }
 # What does not help against them.
-MISLEADING = re.compile(r"Traceback|\[Errno|unexpected|Timeout \(|fetch it again|make it again|install|unverified")
+MISLEADING = re.compile(
+    r"Traceback|\[Errno|unexpected|Timeout \(|fetch it again|make it again|install|unverified"
+)
 _TIMES = re.compile(r"\d+(\.\d+)?( (ms|s|min|tokens/s))|\d\d:\d\d:\d\d")
 
 
@@ -75,7 +92,9 @@ class Fault:
         return self.call.split()[0]
 
     def __str__(self) -> str:
-        return f"{self.call} #{self.number} {errorcode[self.error]}{' for good' if self.lasts else ''}"
+        return (
+            f"{self.call} #{self.number} {errorcode[self.error]}{' for good' if self.lasts else ''}"
+        )
 
 
 # What commands read
@@ -89,13 +108,21 @@ def _model(folder: Path) -> None:
 
 
 def _requests(folder: Path) -> None:
-    bodies = ({"prompt": f"Tell me about {number}", "max_tokens": 8, "logprobs": 1, "seed": 1} for number in range(6))
-    lines = ({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate(bodies))
+    bodies = (
+        {"prompt": f"Tell me about {number}", "max_tokens": 8, "logprobs": 1, "seed": 1}
+        for number in range(6)
+    )
+    lines = (
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b}
+        for i, b in enumerate(bodies)
+    )
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _text(folder: Path) -> None:
-    (folder / "text.txt").write_text((ROOT / "SECURITY.md").read_text(encoding="utf-8")[:600], encoding="utf-8")
+    (folder / "text.txt").write_text(
+        (ROOT / "SECURITY.md").read_text(encoding="utf-8")[:600], encoding="utf-8"
+    )
 
 
 def _tasks(folder: Path) -> None:
@@ -151,7 +178,8 @@ def _printed(pattern: str) -> Callable[[Path, str], object]:
 class Command:
     """words: None for a suite. read: (folder, output) -> what is equal whenever it succeeds.
 
-    prepare: write into the folder `in`. before: the command that is run once, undisturbed, beforehand.
+    prepare: write into the folder `in`. before: the command that is run once, undisturbed,
+        beforehand.
     """
 
     words: list[str] | None
@@ -160,7 +188,16 @@ class Command:
     before: list[str] | None = None
 
 
-_BATCH = ["batch", "in/in.jsonl", "-o", "out/out.jsonl", "--model", "tiny", "--offload-dir", "out/offload"]
+_BATCH = [
+    "batch",
+    "in/in.jsonl",
+    "-o",
+    "out/out.jsonl",
+    "--model",
+    "tiny",
+    "--offload-dir",
+    "out/offload",
+]
 COMMANDS = {
     "run": Command(None, _suite, ()),
     "batch": Command([*_BATCH, *OFFLOADED, "--batch-invariant"], _lines, (_model, _requests)),
@@ -183,7 +220,8 @@ COMMANDS = {
     "convert": Command(["convert", "in/pickled", "--out", "out/converted"], _files, (_pickled,)),
     "lm-eval": Command(
         ["lm-eval", "--model_args", "pretrained=tiny,cpu_memory=1GiB,device=cpu,offload_dir=out/offload",
-         "--include_path", "in/tasks", "--tasks", "choices", "sums", "--output_path", "out/results"],
+         "--include_path", "in/tasks", "--tasks", "choices", "sums", "--output_path",
+         "out/results"],
         _harness, (_model, _tasks),
     ),
     "quickstart": Command(["quickstart", "-m", "2"], _quickstart),
@@ -191,7 +229,9 @@ COMMANDS = {
 
 
 class FailingCalls:
-    """A command whose calls can be made to fail; `calls` of an undisturbed one, `right` is its result."""
+    """A command whose calls can be made to fail; `calls` of an undisturbed one, `right` is its
+    result.
+    """
 
     def __init__(self, suites: Suites, name: str) -> None:
         self._suites, self._name, self._command = suites, name, COMMANDS[name]
@@ -217,7 +257,9 @@ class FailingCalls:
         return calls.read_text() if calls.exists() else ""
 
     def _order(self, words: list[str] | None, fault: Fault | None) -> Outcome:
-        order: dict[str, Any] = {"options": OFFLOADED} if words is None else {"converts": False, "command": words}
+        order: dict[str, Any] = (
+            {"options": OFFLOADED} if words is None else {"converts": False, "command": words}
+        )
         if words is not None:
             order["model"] = str(self._folder / "in" / "model")
         failing = (fault.call, fault.number, fault.error, fault.lasts) if fault else None
@@ -259,14 +301,19 @@ class FailingCalls:
             return f"exit code {outcome.code} without a sentence"
         if not all(remedy.search(line) for line in said):
             return "nothing that helps"
-        if not all(re.search(rf"{self._folder}|benchmark_output|prod_env|\b(in|out)/", line) for line in said):
+        if not all(
+            re.search(rf"{self._folder}|benchmark_output|prod_env|\b(in|out)/", line)
+            for line in said
+        ):
             return "no file"
         return ""
 
     def faults(self, per_call: int = 1, seed: int = 7) -> list[Fault]:
         """So many faults of a call, in a random order, the same one in every folder."""
         draw, faults = random.Random(seed), []
-        for call, count in sorted(self.calls.items(), key=lambda item: re.sub("[0-9a-f#]{6,}", "", item[0])):
+        for call, count in sorted(
+            self.calls.items(), key=lambda item: re.sub("[0-9a-f#]{6,}", "", item[0])
+        ):
             errors = ERRORS[call.split()[0]]
             for turn in range(per_call):
                 number = 0 if not turn else draw.randrange(count)
@@ -281,7 +328,9 @@ def compiled(folder: Path) -> Path | None:
     if compiler is None:
         return None
     source, library = ROOT / "tests" / "helpers" / "failing_calls.c", folder / "failing_calls.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
+    )
     return library
 
 
@@ -290,16 +339,28 @@ def _sweep(count: int, seed: int, names: list[str]) -> None:
     table: Counter[tuple[str, str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         packages = ["lm_eval.evaluator"] if "lm-eval" in names else []
-        with Suites(Path(folder), pickled_model(Path(folder) / "model"), compiled(Path(folder)), *packages) as suites:
+        with Suites(
+            Path(folder), pickled_model(Path(folder) / "model"), compiled(Path(folder)), *packages
+        ) as suites:
             for name in names:
                 command = FailingCalls(suites, name)
                 print(name, len(command.calls), "calls", sum(command.calls.values()), flush=True)
-                drawn = [f for f in command.faults(3, seed) if f.error in (*FULL, EMFILE) or f.kind == "mmap"]
+                drawn = [
+                    f
+                    for f in command.faults(3, seed)
+                    if f.error in (*FULL, EMFILE) or f.kind == "mmap"
+                ]
                 for fault in drawn[:count]:
                     outcome, wrong = command.try_one(fault)
-                    end = wrong.partition(":")[0] or ("right result" if outcome.code == 0 else "one sentence")
+                    end = wrong.partition(":")[0] or (
+                        "right result" if outcome.code == 0 else "one sentence"
+                    )
                     table[name, fault.kind, end] += 1
-                    said = [line for line in outcome.output.splitlines() if line.startswith("flexgen-helm: ")]
+                    said = [
+                        line
+                        for line in outcome.output.splitlines()
+                        if line.startswith("flexgen-helm: ")
+                    ]
                     print(f"{name}: {fault}: {end}: {said}", flush=True)
                     if wrong not in ("", "not reached"):
                         print(f"WRONG {wrong}\n{outcome.output}", flush=True)

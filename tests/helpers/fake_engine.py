@@ -1,12 +1,15 @@
-"""A deterministic engine and tokenizer without torch or weights, for tests of everything that touches HELM.
+"""A deterministic engine and tokenizer without torch or weights, for tests of everything that
+touches HELM.
 
-As a script it is `helm-run` (or `flexgen-helm run`, or `quickstart`) on that engine, in a process of its own:
+As a script it is `helm-run` (or `flexgen-helm run`, or `quickstart`) on that engine, in a process
+of its own:
 
     python fake_engine.py run|suite|quickstart ARGUMENTS
 
-Environment: FAKE_LOG names a file that gets one JSON line for every model loaded, block run and answer computed;
-FAKE_DELAY_S is the time an answer takes; FAKE_TEMPLATE gives the tokenizer a chat template; FAKE_BLOCKS is the
-number of blocks after which `run --until` ends.
+Environment: FAKE_LOG names a file that gets one JSON line for every model loaded, block run and
+    answer computed;
+FAKE_DELAY_S is the time an answer takes; FAKE_TEMPLATE gives the tokenizer a chat template;
+FAKE_BLOCKS is the number of blocks after which `run --until` ends.
 """
 
 from __future__ import annotations
@@ -58,7 +61,11 @@ class FakeTokenizer:
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template")
         turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return turns + "".join(f"<{name}={value}>" for name, value in variables.items()) + "<assistant>"
+        return (
+            turns
+            + "".join(f"<{name}={value}>" for name, value in variables.items())
+            + "<assistant>"
+        )
 
 
 def _draw(state: int, token: int) -> int:
@@ -73,7 +80,9 @@ def answer(request: GenerationRequest, batch_size: int = 1) -> GenerationResult:
     """What the engine says; a function of the request alone."""
     ids = tuple(request.prompt_token_ids or ())
     if len(ids) + request.max_tokens > MAX_POSITIONS + 1:
-        return GenerationResult(error=RequestError(f"{len(ids)} tokens do not fit {MAX_POSITIONS} positions"))
+        return GenerationResult(
+            error=RequestError(f"{len(ids)} tokens do not fit {MAX_POSITIONS} positions")
+        )
     if ord(POISON) in ids:
         return GenerationResult(error=NumericalError("layer 3: not finite"))
     state, scores = 0, []
@@ -114,7 +123,8 @@ USAGE: dict[str, Any] = {
 
 
 class FakeEngine:
-    """Records its requests in `runs`; computes them in reverse order, to show that order does not matter.
+    """Records its requests in `runs`; computes them in reverse order, to show that order does not
+    matter.
 
     usage: what its record has too.
     """
@@ -150,7 +160,12 @@ class FakeEngine:
             _log("answer", list(requests[index].prompt_token_ids or ()))
             if on_result is not None:
                 on_result(index, results[index])
-        self.last_run = {"policy": "fake", "schedule": "row", "bytes": {}, "fingerprint": self.fingerprint}
+        self.last_run = {
+            "policy": "fake",
+            "schedule": "row",
+            "bytes": {},
+            "fingerprint": self.fingerprint,
+        }
         self.last_run |= self.usage
         return results
 
@@ -171,7 +186,9 @@ class FakeLoader:
     make: makes an engine, where a test wants another than `FakeEngine`.
     """
 
-    def __init__(self, make: Callable[[Any], FakeEngine] = lambda model: FakeEngine(model.name)) -> None:
+    def __init__(
+        self, make: Callable[[Any], FakeEngine] = lambda model: FakeEngine(model.name)
+    ) -> None:
         self.engines: list[FakeEngine] = []
         self.make = make
 
@@ -201,7 +218,9 @@ def fake_context(
         ModelReader(
             "HELM",
             load_tokenizer=lambda model: FakeTokenizer(adds_bos, chat_template),  # type: ignore[arg-type, return-value]
-            read_facts=lambda model: ModelFacts(model.name, MAX_POSITIONS, 1, False, model.path in base),
+            read_facts=lambda model: ModelFacts(
+                model.name, MAX_POSITIONS, 1, False, model.path in base
+            ),
         ),
     )
 

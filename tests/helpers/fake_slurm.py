@@ -1,7 +1,7 @@
 """A Slurm of one machine: `sbatch`, `scontrol` and `scancel` as HELM's Slurm runner calls them.
 
-As a script it is one of them: `fake_slurm.py sbatch|scontrol|scancel FOLDER ARGUMENTS`. A job runs at once, in a
-process of its own; its script and its state are in `FOLDER/<number>`.
+As a script it is one of them: `fake_slurm.py sbatch|scontrol|scancel FOLDER ARGUMENTS`. A job runs
+at once, in a process of its own; its script and its state are in `FOLDER/<number>`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def install(folder: Path) -> dict[str, str]:
     jobs.mkdir()
     for command in COMMANDS:
         program = programs / command
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {command} "{jobs}" "$@"\n')
+        program.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {command} "{jobs}" "$@"\n'
+        )
         program.chmod(0o755)
     return {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
@@ -54,7 +56,10 @@ def main() -> None:
         sbatch(Path(jobs))
     elif command == "scontrol":  # show job NUMBER
         number = arguments[-1]
-        print(f"JobId={number}\n   JobState={(Path(jobs) / number / 'state').read_text().strip()} Reason=None")
+        print(
+            f"JobId={number}\n   JobState={(Path(jobs) / number / 'state').read_text().strip()} "
+            "Reason=None"
+        )
     else:
         (Path(jobs) / arguments[-1] / "state").write_text("CANCELLED")
 

@@ -30,7 +30,9 @@ def replaced(patch, owner, name: str, at: int, error, after: bool = False) -> On
 
 
 def fails_once(patch, after: int) -> list[tuple[int, int]]:
-    """Let the first run of an engine fail after so many answers; return (asked, delivered) of each run, as they end."""
+    """Let the first run of an engine fail after so many answers; return (asked, delivered) of each
+    run, as they end.
+    """
     from flexgen_helm import Engine
     from flexgen_helm.errors import FlexgenError
 

@@ -20,7 +20,9 @@ def options_of(*flags: str) -> dict[str, Any]:
 
 
 def record_suites(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, Any]]]:
-    """Have `run` compute nothing; return the list of HELM's arguments and engine options of its calls."""
+    """Have `run` compute nothing; return the list of HELM's arguments and engine options of its
+    calls.
+    """
     from flexgen_helm.plugin import suite
 
     calls: list[tuple[list[str], dict[str, Any]]] = []

@@ -1,11 +1,14 @@
-"""Programs in forks of a process that has imported their packages: one starts in 0.1 s instead of 2 to 8.
+"""Programs in forks of a process that has imported their packages: one starts in 0.1 s instead of 2
+to 8.
 
-    subprocess.run([*python("all"), "-c", code, "argument"], ...)      in place of [sys.executable, "-c", ...]
+    subprocess.run([*python("all"), "-c", code, "argument"], ...)      in place of [sys.executable,
+    "-c", ...]
 
-The command is a launcher that hands its folder, variables, and descriptors to the process of `PACKAGES[...]`, passes
-signals on, and ends as the fork ends. A fork is a process of its own in every other way: memory, files, locks, exit
-code, output. Killed, the launcher takes the fork with it, a moment later. What imports bring, how long a start takes,
-how much memory a process has, and what is set before Python starts is tested with `sys.executable`.
+The command is a launcher that hands its folder, variables, and descriptors to the process of
+`PACKAGES[...]`, passes signals on, and ends as the fork ends. A fork is a process of its own in
+every other way: memory, files, locks, exit code, output. Killed, the launcher takes the fork with
+it, a moment later. What imports bring, how long a start takes, how much memory a process has, and
+what is set before Python starts is tested with `sys.executable`.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ _PLAN = (
     "rich.table",
     "pydantic.types",
 )
-# Not `helm.benchmark.run`: which of HELM's programs a process is, is said by whether it has imported that one.
+# Not `helm.benchmark.run`: which of HELM's programs a process is, is said by whether it has
+# imported that one.
 _HELM = (
     "helm.benchmark.config_registry",
     "helm.benchmark.run_spec_factory",
@@ -63,19 +67,28 @@ _HELM = (
     "flexgen_helm.cli",
     "pydantic.types",
 )
-_TORCH = ("torch", "transformers", "transformers.modeling_utils", "flexgen_helm.engine.engine", "flexgen_helm.cli")
+_TORCH = (
+    "torch",
+    "transformers",
+    "transformers.modeling_utils",
+    "flexgen_helm.engine.engine",
+    "flexgen_helm.cli",
+)
 # Name -> what its processes have imported.
 # Few, as each imports its packages once more.
 PACKAGES = {"plan": _PLAN, "all": (*_PLAN, *_HELM, *_TORCH)}
 # Those that fork and that this process has started.
 SERVERS: list[subprocess.Popen[str]] = []
-# The variable that names the folder of this run's sockets, and the pipe there that closes when the run ends.
+# The variable that names the folder of this run's sockets, and the pipe there that closes when the
+# run ends.
 _FOLDER, _RUN = "TEST_FORKS", "run"
 _LAUNCHER = str(Path(__file__).with_name("fork_launcher.py"))
 
 
 def share() -> str:
-    """Make a folder by which this process and its workers share what forks, until this process ends."""
+    """Make a folder by which this process and its workers share what forks, until this process
+    ends.
+    """
     folder = tempfile.TemporaryDirectory(prefix="forks")
     run = f"{folder.name}/{_RUN}"
     os.mkfifo(run)
@@ -88,7 +101,9 @@ def share() -> str:
 
 @cache
 def python(packages: str) -> tuple[str, ...]:
-    """The beginning of a command, in place of `sys.executable`; the first who asks starts what forks."""
+    """The beginning of a command, in place of `sys.executable`; the first who asks starts what
+    forks.
+    """
     folder = os.environ.get(_FOLDER) or share()
     path = os.path.join(folder, packages)
     with open(f"{folder}/lock", "w") as lock, open(f"{folder}/{_RUN}") as run:
@@ -108,7 +123,9 @@ def python(packages: str) -> tuple[str, ...]:
 
 
 def import_packages(packages: str) -> None:
-    """Import what every fork would import; let HELM read its YAML files by libyaml, which saves a fork a second."""
+    """Import what every fork would import; let HELM read its YAML files by libyaml, which saves a
+    fork a second.
+    """
     for name in PACKAGES[packages]:
         importlib.import_module(name)
     if "helm.benchmark.run_spec_factory" in sys.modules:
@@ -123,7 +140,9 @@ def _serve(path: str, packages: str) -> None:
     import_packages(packages)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
-    gc.freeze()  # else collections of each fork copy the pages of all that is imported: half a second of its time
+    # else collections of each fork copy the pages of all that is imported: half a second of its
+    # time
+    gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)

@@ -1,7 +1,8 @@
-"""PyTorch's fused attention kernels of CUDA, slowly: their rules, layouts and log-sum-exps, on tensors of the CPU.
+"""PyTorch's fused attention kernels of CUDA, slowly: their rules, layouts and log-sum-exps, on
+tensors of the CPU.
 
-Rules are those of PyTorch's sources (`sdp_utils.cpp`, `attention.cu`, `kernel_forward.h`). A call that breaks one,
-which a device would refuse or compute wrongly, raises.
+Rules are those of PyTorch's sources (`sdp_utils.cpp`, `attention.cu`, `kernel_forward.h`). A call
+that breaks one, which a device would refuse or compute wrongly, raises.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ def flash_attention(
     _check_operands(q, k, v)
     _check(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"heads of {q.shape[-1]}")
     _check(q.shape[1] % k.shape[1] == 0, "query heads are no multiple of key heads")
-    _check(not is_causal or q.shape[2] == k.shape[2], "causal with other numbers of queries and keys")
+    _check(
+        not is_causal or q.shape[2] == k.shape[2], "causal with other numbers of queries and keys"
+    )
     group = q.shape[1] // k.shape[1]
-    out, lse = _formula(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), None, is_causal, scale)
+    out, lse = _formula(
+        q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), None, is_causal, scale
+    )
     unused = [torch.zeros(1) for _ in range(5)]
     return _as_tokens_first(out), lse, *unused[:2], q.shape[2], k.shape[2], *unused[2:]
 
@@ -56,31 +61,63 @@ def efficient_attention(
     _check(q.shape[1] == k.shape[1], "other numbers of query and key heads")
     alignment = 16 // q.dtype.itemsize
     for x in (q, k, v, *(() if attn_bias is None else (attn_bias,))):
-        starts = (x.storage_offset(), *(stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1))
-        _check(not any(start % alignment for start in starts), f"strides {x.stride()} at {x.storage_offset()}")
+        starts = (
+            x.storage_offset(),
+            *(stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1),
+        )
+        _check(
+            not any(start % alignment for start in starts),
+            f"strides {x.stride()} at {x.storage_offset()}",
+        )
     if attn_bias is not None:
         _check(attn_bias.dtype == q.dtype, f"bias in {attn_bias.dtype}")
-        _check(attn_bias.shape == (*q.shape[:3], k.shape[2]), f"bias of shape {tuple(attn_bias.shape)}")
+        _check(
+            attn_bias.shape == (*q.shape[:3], k.shape[2]), f"bias of shape {tuple(attn_bias.shape)}"
+        )
         _check(attn_bias.stride(-1) == 1, f"bias with strides {attn_bias.stride()}")
     out, lse = _formula(q, k, v, attn_bias, is_causal, scale)
     padded = torch.full((*q.shape[:2], -(-q.shape[2] // 32) * 32), math.inf)
     padded[..., : q.shape[2]] = lse
-    return _as_tokens_first(out), padded if compute_log_sumexp else padded[..., :0], torch.zeros(()), torch.zeros(())
+    return (
+        _as_tokens_first(out),
+        padded if compute_log_sumexp else padded[..., :0],
+        torch.zeros(()),
+        torch.zeros(()),
+    )
 
 
 def varlen_attention(
-    q, k, v, borders, key_borders, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), enable_gqa=False, *_
+    q,
+    k,
+    v,
+    borders,
+    key_borders,
+    max_q,
+    max_k,
+    is_causal=False,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    *_,
 ):
-    """`torch_attn::_varlen_attn`, as causal attention of several sequences; its log-sum-exp is [Hq, T]."""
+    """`torch_attn::_varlen_attn`, as causal attention of several sequences; its log-sum-exp is [Hq,
+    T].
+    """
     assert key_borders is not None
     _check(q.dtype in (torch.float16, torch.bfloat16), f"dtype {q.dtype}")
     _check(borders.dtype == torch.int32 and torch.equal(borders, key_borders), "borders")
     _check(q.shape[-1] % 8 == 0 and q.shape[-1] <= 256, f"heads of {q.shape[-1]}")
     _check(q.shape[1] == k.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0), "heads")
-    _check(int(borders[0]) == 0 and int(borders[-1]) == len(q) == len(k), "borders that are not those of the tokens")
+    _check(
+        int(borders[0]) == 0 and int(borders[-1]) == len(q) == len(k),
+        "borders that are not those of the tokens",
+    )
     lengths = borders.diff().tolist()
     _check(max(lengths) == max_q == max_k and min(lengths) > 0, "lengths")
-    _check(is_causal == (tuple(window_size) == (-1, 0)) and window_size[1] == 0, f"window {window_size}")
+    _check(
+        is_causal == (tuple(window_size) == (-1, 0)) and window_size[1] == 0,
+        f"window {window_size}",
+    )
     outs, lses, group = [], [], q.shape[1] // k.shape[1]
     for one_q, one_k, one_v in zip(*(x.split(lengths) for x in (q, k, v))):
         queries, keys, values = (x.transpose(0, 1)[None] for x in (one_q, one_k, one_v))
@@ -104,7 +141,10 @@ KERNELS: Mapping[str, Callable[..., Any]] = {
 
 def _check_operands(q, k, v):
     _check(q.dim() == k.dim() == v.dim() == 4 and k.shape == v.shape, "shapes")
-    _check(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], f"{tuple(q.shape)} with {tuple(k.shape)}")
+    _check(
+        q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3],
+        f"{tuple(q.shape)} with {tuple(k.shape)}",
+    )
     _check(q.dtype == k.dtype == v.dtype, "dtypes")
     _check(all(x.stride(-1) == 1 for x in (q, k, v)), "elements of a head are not adjacent")
     _check(min(q.shape[2], k.shape[2]) > 0, "no tokens")
@@ -116,7 +156,9 @@ def _check(allowed, what):
 
 
 def _formula(q, k, v, bias, is_causal, scale):
-    scores = q.float() @ k.float().transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (
+        q.float() @ k.float().transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    )
     if bias is not None:
         scores = scores + bias
     if is_causal:

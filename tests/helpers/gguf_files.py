@@ -31,14 +31,17 @@ def write_gguf(
 ):
     """Write a file, or its parts beside it.
 
-    keys: those that begin with a dot are the architecture's. A value is stored by its type; one that is None is not.
+    keys: those that begin with a dot are the architecture's. A value is stored by its type; one
+        that is None is not.
     tensors: name, values, and how they are stored, in which stored bytes are.
     """
     tensors = list(tensors)
-    writer = gguf.GGUFWriter(path, arch, split_max_tensors=0 if parts == 1 else -(-len(tensors) // parts))
+    writer = gguf.GGUFWriter(
+        path, arch, split_max_tensors=0 if parts == 1 else -(-len(tensors) // parts)
+    )
     add = {
-        str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool,
-        list: writer.add_array,
+        str: writer.add_string, float: writer.add_float32, int: writer.add_uint32,
+        bool: writer.add_bool, list: writer.add_array,
     }  # fmt: skip
     for key, value in keys.items():
         if value is not None:
@@ -54,10 +57,19 @@ def write_gguf(
 
 
 def llama_cpp(path, positions):
-    """Return llama.cpp's module and its settings of a server for this file; skip the test without its wheel."""
-    xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp's wheel is not installed (pip install xllamacpp)")
+    """Return llama.cpp's module and its settings of a server for this file; skip the test without
+    its wheel.
+    """
+    xllamacpp = pytest.importorskip(
+        "xllamacpp", reason=("llama.cpp's wheel is not installed (pip install xllamacpp)")
+    )
     settings = xllamacpp.CommonParams()
-    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = str(path), positions, 1, False
+    settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = (
+        str(path),
+        positions,
+        1,
+        False,
+    )
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
     return xllamacpp, settings
 
@@ -66,7 +78,9 @@ def llama_cpp(path, positions):
 
 
 def contents(model, arch):
-    """Return the keys and tensors that llama.cpp's converter would store of a model of `transformers`."""
+    """Return the keys and tensors that llama.cpp's converter would store of a model of
+    `transformers`.
+    """
     config = model.config
     experts = getattr(config, "num_local_experts", None)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -97,7 +111,9 @@ def contents(model, arch):
         keys["rope.scaling.original_context_length"] = config.original_max_position_embeddings
         keys["rope.scaling.attn_factor"] = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")[1]
         for length in ("short", "long"):
-            tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], dtype=np.float32)
+            tensors[f"rope_factors_{length}.weight"] = np.array(
+                rope[f"{length}_factor"], dtype=np.float32
+            )
     return {f".{key}": value for key, value in keys.items()}, tensors
 
 
@@ -118,7 +134,8 @@ def _tensors(model, arch):
         if theirs == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if match := re.match(
-            r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)", theirs
+            r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)",
+            theirs,
         ):
             layer, part = match.groups()
             if part == "gate.weight":
@@ -134,7 +151,8 @@ def _tensors(model, arch):
         assert name is not None, theirs
         if arch == "llama" and re.search(r"attn_[qk]\.", name):
             values = _interleaved(
-                values, config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
+                values,
+                config.num_attention_heads if "attn_q" in name else config.num_key_value_heads,
             )
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
@@ -145,18 +163,27 @@ def _llama3_factors(config):
     """By how much Llama 3.1 divides each frequency, as transformers computes them."""
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     size = 2 * len(stretched)
-    plain = 1.0 / (config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
+    plain = 1.0 / (
+        config.rope_parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    )
     return (plain / stretched).numpy().astype(np.float32)
 
 
 def gguf_of(folder, path, kind):
-    """Write the file that llama.cpp's converter makes of a folder of a Llama with a byte-level tokenizer."""
+    """Write the file that llama.cpp's converter makes of a folder of a Llama with a byte-level
+    tokenizer.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     keys, tensors = contents(model, "llama")
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    vocabulary, special = tokenizer["model"]["vocab"], {token["content"] for token in tokenizer["added_tokens"]}
+    vocabulary, special = (
+        tokenizer["model"]["vocab"],
+        {token["content"] for token in tokenizer["added_tokens"]},
+    )
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    types = [gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens]
+    types = [
+        gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens
+    ]
     for number in range(len(tokens), model.config.vocab_size):
         tokens.append(f"[PAD{number}]")
         types.append(gguf.TokenType.UNUSED)
@@ -167,18 +194,31 @@ def gguf_of(folder, path, kind):
         "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
         "tokenizer.ggml.eos_token_id": model.config.eos_token_id,
     }  # fmt: skip
-    return write_gguf(path, "llama", keys, ((n, x, kind if x.ndim > 1 else Kind.F32) for n, x in tensors.items()))
+    return write_gguf(
+        path, "llama", keys, ((n, x, kind if x.ndim > 1 else Kind.F32) for n, x in tensors.items())
+    )
 
 
 def random_blocks(kind, shape, draw):
-    """Draw bytes of a quantized tensor whose values are small: every code, and scales near a hundredth."""
+    """Draw bytes of a quantized tensor whose values are small: every code, and scales near a
+    hundredth.
+    """
     fmt = BLOCK_FORMATS[kind.name]
-    blocks = draw.integers(0, 256, (prod(shape) // fmt.block_values, fmt.block_bytes), dtype=np.uint8)
-    largest = 1e-2 / 2 ** (sum(part.width for part in fmt.scales[1].parts) if len(fmt.scales) > 1 else 2)
+    blocks = draw.integers(
+        0, 256, (prod(shape) // fmt.block_values, fmt.block_bytes), dtype=np.uint8
+    )
+    largest = 1e-2 / 2 ** (
+        sum(part.width for part in fmt.scales[1].parts) if len(fmt.scales) > 1 else 2
+    )
     for numbers in (*fmt.scales, *fmt.offsets):
         for at in range(numbers.count):
             if numbers.floating == "F16":
-                scale = draw.uniform(-largest, largest, len(blocks)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+                scale = (
+                    draw.uniform(-largest, largest, len(blocks))
+                    .astype(np.float16)
+                    .view(np.uint8)
+                    .reshape(-1, 2)
+                )
                 blocks[:, [part.bytes[at] for part in numbers.parts]] = scale
             elif numbers.table is not None:
                 small = [code for code, value in enumerate(numbers.table) if 1e-3 < value < 1e-2]

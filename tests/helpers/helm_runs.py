@@ -1,4 +1,6 @@
-"""Real `helm-run` and `flexgen-helm run` on the fake engine, in processes of their own, and what they leave."""
+"""Real `helm-run` and `flexgen-helm run` on the fake engine, in processes of their own, and what
+they leave.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Place:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
-    def run(self, kind: str, *arguments: str, entries: list[str] | None = None, expect: int = 0) -> str:
+    def run(
+        self, kind: str, *arguments: str, entries: list[str] | None = None, expect: int = 0
+    ) -> str:
         suite = () if "--suite" in arguments else ("--suite", "s")
         process = self.start(kind, "-r", *(entries or ENTRIES), "-m", "6", *suite, *arguments)
         output = process.communicate(timeout=90)[0]

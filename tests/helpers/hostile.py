@@ -19,21 +19,35 @@ _IGNORED = ("/dev/", "/proc/")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Names of what ends in a file or another process; `open` is judged by its flags.
 _PROCESSES = ("os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen")
-_CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "os.chmod")
+_CHANGES = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.symlink",
+    "os.link",
+    "os.truncate",
+    "os.chmod",
+)
 # A hook cannot be removed; this one looks only while a block is active.
 _watched: dict[str, Any] = {}
 
 
 class Violation(AssertionError):
-    """The block did what it must not; no error of its own, so that the code under test does not hide it."""
+    """The block did what it must not; no error of its own, so that the code under test does not
+    hide it.
+    """
 
 
 @contextmanager
-def contained(*writable: Path, errors: type[Exception] = FlexgenError, memory: int = 768 * MIB) -> Iterator[list[Any]]:
-    """Let a block end, or raise one of our errors, which is yielded in a list; anything else is a failure.
+def contained(
+    *writable: Path, errors: type[Exception] = FlexgenError, memory: int = 768 * MIB
+) -> Iterator[list[Any]]:
+    """Let a block end, or raise one of our errors, which is yielded in a list; anything else is a
+    failure.
 
-    writable: folders in which the block may change files. Python's own caches, whose names have `__pycache__`, count
-        as nobody's.
+    writable: folders in which the block may change files. Python's own caches, whose names have
+        `__pycache__`, count as nobody's.
     memory: bytes that the process may grow by.
 
     Raises `Violation` for a file changed elsewhere, a process started, or 30 s of processor time.
@@ -47,7 +61,9 @@ def contained(*writable: Path, errors: type[Exception] = FlexgenError, memory: i
         raise Violation("30 s of processor time")
 
     before = signal.signal(signal.SIGPROF, too_long)
-    _watched.update(folders=tuple(str(folder.resolve()) for folder in writable), violations=violations)
+    _watched.update(
+        folders=tuple(str(folder.resolve()) for folder in writable), violations=violations
+    )
     resource.setrlimit(resource.RLIMIT_AS, (_virtual_bytes() + memory, hard))
     signal.setitimer(signal.ITIMER_PROF, 30.0)
     try:

@@ -1,9 +1,10 @@
 """Suites on a real engine in processes that end where they are told to.
 
-As a script it imports HELM and torch once, and then runs each suite in a fork of itself, which takes a second instead
-of ten:
+As a script it imports HELM and torch once, and then runs each suite in a fork of itself, which
+takes a second instead of ten:
 
-    python killed_suites.py         reads one JSON object a line, an `Order`, and answers with one, an `Outcome`
+    python killed_suites.py         reads one JSON object a line, an `Order`, and answers with one,
+    an `Outcome`
 
 The model is given as pickled weights, so that a run begins with a conversion.
 """
@@ -44,7 +45,8 @@ class Order:
 
     folder: its working folder, with home, log and results.
     model: the folder with pickled weights.
-    command: of flexgen-helm; None for the suite. Of `lm-eval`, `plan` and `profile` what takes seconds is left out.
+    command: of flexgen-helm; None for the suite. Of `lm-eval`, `plan` and `profile` what takes
+        seconds is left out.
     at: the step at which it is ended, counted from 0; None for the end.
     name: of the steps that are counted; '' for all.
     after_s: seconds after which it is ended, whatever it does; None for never.
@@ -54,8 +56,9 @@ class Order:
     options: further flags of the suite. blocks: after which `run --until` ends.
     unguarded: answers are stored when the model is closed, as if nothing were stored before.
     pass_s: seconds that a pass takes longer. keep_every_s: most seconds that a token is not kept.
-    fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c; None leaves calls
-        as they are. Those in FOLDERS are in the file `calls` if the process was given `library`.
+    fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c;
+        None leaves calls as they are. Those in FOLDERS are in the file `calls` if the process was
+        given `library`.
     """
 
     folder: str
@@ -78,9 +81,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: its exit code or minus its signal, the seconds since its signal, and its steps by name.
+    """How a process ended: its exit code or minus its signal, the seconds since its signal, and its
+    steps by name.
 
-    computed, drawn: keys of answers, and of their tokens with the completion, the step and the time.
+    computed, drawn: keys of answers, and of their tokens with the completion, the step and the
+        time.
     """
 
     code: int
@@ -93,7 +98,9 @@ class Outcome:
 
 
 def pickled_model(folder: Path) -> Path:
-    """Save a model that must be converted; HELM's prompts have hundreds of tokens in its tokenizer."""
+    """Save a model that must be converted; HELM's prompts have hundreds of tokens in its
+    tokenizer.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -107,9 +114,13 @@ def pickled_model(folder: Path) -> Path:
 
 
 class Suites:
-    """The forking process, and orders to it. A context manager. library: of failing_calls.c, compiled."""
+    """The forking process, and orders to it. A context manager. library: of failing_calls.c,
+    compiled.
+    """
 
-    def __init__(self, folder: Path, model: Path, library: Path | None = None, *packages: str) -> None:
+    def __init__(
+        self, folder: Path, model: Path, library: Path | None = None, *packages: str
+    ) -> None:
         """packages: are imported before the first order."""
         self.folder, self.model = folder, model
         variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FLEXGEN_HELM_HARDWARE": "laptop",
@@ -157,7 +168,8 @@ def _serve() -> None:
     yaml.SafeLoader = yaml.CSafeLoader  # saves each fork a second
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    gc.freeze()  # saves each half a second: its collections would copy the pages of all that is imported
+    # saves each half a second: its collections would copy the pages of all that is imported
+    gc.freeze()
     for line in sys.stdin:
         order = Order(**json.loads(line))
         print(json.dumps(asdict(_run(order))), flush=True)
@@ -183,8 +195,8 @@ def _run(order: Order) -> Outcome:
     since = ended - float(read("signalled") or ended)
     code = os.waitstatus_to_exitcode(status)
     return Outcome(
-        code, since, read("steps").split(), read("computed").split(), read("output"), read("drawn").splitlines(),
-        float(read("signalled") or ended),
+        code, since, read("steps").split(), read("computed").split(), read("output"),
+        read("drawn").splitlines(), float(read("signalled") or ended),
     )  # fmt: skip
 
 
@@ -198,8 +210,12 @@ def _be_suite(order: Order, folder: Path) -> None:
     code = 1
     try:
         os.chdir(folder)
-        (folder / "models.yaml").write_text(json.dumps(dict.fromkeys(("tiny", WHEEL_MODEL), order.model)))
-        os.environ.update(FLEXGEN_HELM_HOME=str(folder / "home"), FLEXGEN_HELM_MODELS=str(folder / "models.yaml"))
+        (folder / "models.yaml").write_text(
+            json.dumps(dict.fromkeys(("tiny", WHEEL_MODEL), order.model))
+        )
+        os.environ.update(
+            FLEXGEN_HELM_HOME=str(folder / "home"), FLEXGEN_HELM_MODELS=str(folder / "models.yaml")
+        )
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _install_steps(order, folder)
         _shorten((order.command or ["run"])[0])
@@ -207,7 +223,9 @@ def _be_suite(order: Order, folder: Path) -> None:
         if "failing_calls" in os.environ.get("LD_PRELOAD", ""):
             call, *fault = order.fault or ("", 0, 0, False)
             texts = [str(folder), FOLDERS, str(folder / "calls"), call]
-            ctypes.CDLL(None).arm(*(text.encode() for text in texts), *map(ctypes.c_long, fault[:1]), *fault[1:])
+            ctypes.CDLL(None).arm(
+                *(text.encode() for text in texts), *map(ctypes.c_long, fault[:1]), *fault[1:]
+            )
         _set_limits(order)
         if order.blocks is not None:
             limit_blocks(order.blocks)
@@ -263,7 +281,9 @@ def _install_steps(order: Order, folder: Path) -> None:
     from flexgen_helm.engine import divergence, executor
 
     count = 0
-    steps, computed, drawn = ((folder / name).open("a", buffering=1) for name in ("steps", "computed", "drawn"))
+    steps, computed, drawn = (
+        (folder / name).open("a", buffering=1) for name in ("steps", "computed", "drawn")
+    )
 
     def step(name: str) -> None:
         nonlocal count

@@ -1,4 +1,6 @@
-"""Tasks of lm-evaluation-harness from local files: one of each kind of request, and one in turns of a chat."""
+"""Tasks of lm-evaluation-harness from local files: one of each kind of request, and one in turns of
+a chat.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,24 @@ from typing import Any
 
 import pytest
 
-WORDS = ["the", "of", "fox", "to", "in", "a", "is", "that", "dog", "was", "for", "on", "as", "with", "by", "he"]
+WORDS = [
+    "the",
+    "of",
+    "fox",
+    "to",
+    "in",
+    "a",
+    "is",
+    "that",
+    "dog",
+    "was",
+    "for",
+    "on",
+    "as",
+    "with",
+    "by",
+    "he",
+]
 LAST_WORD, PAGES, CHOICES, SUMS, TURNS = NAMES = ["last_word", "pages", "choices", "sums", "turns"]
 _MEAN = {"aggregation": "mean", "higher_is_better": True}
 _SUMS = {
@@ -23,7 +42,10 @@ _SUMS = {
     "filter_list": [
         {
             "name": "number",
-            "filter": [{"function": "regex", "regex_pattern": "(-?[0-9]+)"}, {"function": "take_first"}],
+            "filter": [
+                {"function": "regex", "regex_pattern": "(-?[0-9]+)"},
+                {"function": "take_first"},
+            ],
         }
     ],
 }
@@ -41,7 +63,9 @@ _TASKS: dict[str, dict[str, Any]] = {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+        "metric_list": [
+            {"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        ],
     },
     CHOICES: {
         "output_type": "multiple_choice",
@@ -58,12 +82,19 @@ _TASKS: dict[str, dict[str, Any]] = {
 
 
 def leave_out_others(patch: pytest.MonkeyPatch) -> None:
-    """Let the harness read no tasks of its own: all 14,000 files take 15 s of processor time at each start."""
+    """Let the harness read no tasks of its own: all 14,000 files take 15 s of processor time at
+    each start.
+    """
     from lm_eval.tasks import TaskManager
 
     make = TaskManager.__init__
-    patch.setattr(TaskManager, "__init__", lambda self, *a, **k: make(self, *a, **{**k, "include_defaults": False}))
-    patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # what pip has installed: seconds
+    patch.setattr(
+        TaskManager,
+        "__init__",
+        lambda self, *a, **k: make(self, *a, **{**k, "include_defaults": False}),
+    )
+    # what pip has installed: seconds
+    patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 def invented_tasks(folder: Path, count: int, seed: int = 0) -> Path:
@@ -74,7 +105,11 @@ def invented_tasks(folder: Path, count: int, seed: int = 0) -> Path:
         return " ".join(draw.choices(WORDS, k=words))
 
     def question(_: int) -> dict[str, Any]:
-        return {"question": text(2), **{letter: text(1) for letter in "ABCD"}, "answer": draw.randrange(4)}
+        return {
+            "question": text(2),
+            **{letter: text(1) for letter in "ABCD"},
+            "answer": draw.randrange(4),
+        }
 
     def numbers(_: int) -> dict[str, int]:
         return {"a": draw.randrange(10), "b": draw.randrange(10)}
@@ -112,10 +147,13 @@ def invented_tasks(folder: Path, count: int, seed: int = 0) -> Path:
 def close(found: Any, expected: Any) -> bool:
     """Whether results are the same but for the last digits of their numbers.
 
-    What is computed behind an interruption is computed in other batches, whose products differ by a rounding.
+    What is computed behind an interruption is computed in other batches, whose products differ by a
+    rounding.
     """
     if isinstance(expected, Mapping):
-        return found.keys() == expected.keys() and all(close(found[key], value) for key, value in expected.items())
+        return found.keys() == expected.keys() and all(
+            close(found[key], value) for key, value in expected.items()
+        )
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(close, found, expected))
     try:  # the harness writes log-probabilities as texts

@@ -12,8 +12,9 @@ from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import tensor_shapes
 
 SMALL_LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 24, "vocab_size": 31, "max_position_embeddings": 16, "tie_word_embeddings": True,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 31,
+    "max_position_embeddings": 16, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -24,10 +25,15 @@ def published_name(name):
 
 
 def llama_tensors(config=SMALL_LLAMA, seed=0):
-    """A random Llama under the names of its published checkpoints; a tied head is not among them."""
+    """A random Llama under the names of its published checkpoints; a tied head is not among
+    them.
+    """
     torch.manual_seed(seed)
     shapes = tensor_shapes(ARCHITECTURES["llama"].read_config(config))
-    return {published_name(name): torch.randn(shape, dtype=torch.float16) for name, shape in shapes.items()}
+    return {
+        published_name(name): torch.randn(shape, dtype=torch.float16)
+        for name, shape in shapes.items()
+    }
 
 
 def write_weights(folder, tensors, save, name, shards):
@@ -38,7 +44,10 @@ def write_weights(folder, tensors, save, name, shards):
     files = [f"{stem}-{i + 1:05}-of-{shards:05}.{ending}" for i in range(shards)]
     weight_map = {tensor: files[i * shards // len(tensors)] for i, tensor in enumerate(tensors)}
     for file in files:
-        save({tensor: tensors[tensor] for tensor in tensors if weight_map[tensor] == file}, folder / file)
+        save(
+            {tensor: tensors[tensor] for tensor in tensors if weight_map[tensor] == file},
+            folder / file,
+        )
     (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 

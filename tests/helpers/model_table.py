@@ -1,7 +1,9 @@
-"""The table of docs/models.md, from the tests' own tiny models: `python -m tests.helpers.model_table` rewrites it.
+"""The table of docs/models.md, from the tests' own tiny models:
+`python -m tests.helpers.model_table` rewrites it.
 
-For every architecture: what its tiny models switch on, and the largest difference of a log-probability between the
-engine and `transformers` over all of them (prompts of up to 90 tokens in one batch, scoring and greedy decoding).
+For every architecture: what its tiny models switch on, and the largest difference of a
+log-probability between the engine and `transformers` over all of them (prompts of up to 90 tokens
+in one batch, scoring and greedy decoding).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- model table: make model-table -->", "<!-- end of the model table -->"
 HEAD = "| architecture | GGUF | in the catalog | features tested | largest difference |"
 
-# What a field that differs from its default is called; without an entry by its own name. Empty: not shown.
+# What a field that differs from its default is called; without an entry by its own name. Empty: not
+# shown.
 WORDS = {
     "residual": {
         "post_norm": "post-norm",
@@ -83,12 +86,23 @@ def table(differences: dict[str, float], tested: dict[str, list[DecoderConfig]])
     for name, architecture in ARCHITECTURES.items():
         entries = [entry for entry in CATALOG.values() if entry.config.architecture == name]
         entries.sort(key=lambda entry: entry.config.num_parameters)
-        listed = f"`{entries[0].name}` to `{entries[-1].name}` ({len(entries)})" if entries else "by hub name or folder"
-        assert name in tested, f"{name} has no tiny model: add one to VARIANTS in tests/helpers/tiny_models.py"
-        switched_on = dict.fromkeys(feature for config in tested[name] for feature in features(config))
+        listed = (
+            f"`{entries[0].name}` to `{entries[-1].name}` ({len(entries)})"
+            if entries
+            else "by hub name or folder"
+        )
+        assert name in tested, (
+            f"{name} has no tiny model: add one to VARIANTS in tests/helpers/tiny_models.py"
+        )
+        switched_on = dict.fromkeys(
+            feature for config in tested[name] for feature in features(config)
+        )
         gguf = ", ".join(f"`{gguf_name}`" for gguf_name in architecture.gguf_names) or "no"
         difference = f"{differences[name]:.1e}" if name in differences else ""
-        lines.append(f"| `{architecture.hf_names[0]}` | {gguf} | {listed} | {', '.join(switched_on)} | {difference} |")
+        lines.append(
+            f"| `{architecture.hf_names[0]}` | {gguf} | {listed} | {', '.join(switched_on)} | "
+            f"{difference} |"
+        )
     return "\n".join(lines)
 
 
@@ -107,7 +121,10 @@ def measure() -> tuple[dict[str, float], dict[str, list[DecoderConfig]]]:
         for variant in VARIANTS:
             model = build_tiny(Path(scratch) / variant, variant)
             token_ids = prompts(17, 70, seed=17)
-            requests = [GenerationRequest(prompt_token_ids=p, max_tokens=20, echo_logprobs=True) for p in token_ids]
+            requests = [
+                GenerationRequest(prompt_token_ids=p, max_tokens=20, echo_logprobs=True)
+                for p in token_ids
+            ]
             with Engine.from_pretrained(model.path) as engine:
                 results, config = engine.run(requests), engine.config
             compared = (differences(model.logprobs, *pair) for pair in zip(token_ids, results))

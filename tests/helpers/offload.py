@@ -55,7 +55,9 @@ def tiers_of(
     """Tiers of a host that computes, or of a gpu in host memory."""
     ledgers = {tier: Ledger(tier, limits[tier] if limits else 1 << 30) for tier in TIERS}
     engine = SimulatedCopyEngine(None, None) if has_gpu else None
-    return TransferManager(torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap)
+    return TransferManager(
+        torch.device("cpu"), "gpu" if has_gpu else "cpu", ledgers, engine, folder, overlap
+    )
 
 
 def within(work: Callable[[], Any], seconds: float = 20.0) -> Any:

@@ -15,13 +15,17 @@ _EVENT = struct.Struct("iIII")
 
 @contextmanager
 def opened_files(folder: Path) -> Iterator[set[str]]:
-    """Fill the set, at the end, with the paths below `folder` of the files that were opened meanwhile."""
+    """Fill the set, at the end, with the paths below `folder` of the files that were opened
+    meanwhile.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.inotify_init1(os.O_NONBLOCK)
     assert descriptor >= 0, os.strerror(ctypes.get_errno())
     try:
         folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
-        watched = {libc.inotify_add_watch(descriptor, os.fsencode(path), _OPENED): path for path in folders}
+        watched = {
+            libc.inotify_add_watch(descriptor, os.fsencode(path), _OPENED): path for path in folders
+        }
         assert min(watched) >= 0, os.strerror(ctypes.get_errno())
         found: set[str] = set()
         yield found

@@ -16,11 +16,16 @@ TOLERANCE = 1e-4
 
 def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
-    return [[draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+    return [
+        [draw.randrange(2, VOCABULARY) for _ in range(draw.randint(1, longest))]
+        for _ in range(count)
+    ]
 
 
 def assert_equals_reference(model, prompt, request, result):
-    """Scores of the prompt, greedy tokens and their log-probabilities equal `transformers` on the same tokens."""
+    """Scores of the prompt, greedy tokens and their log-probabilities equal `transformers` on the
+    same tokens.
+    """
     assert all(difference < TOLERANCE for difference in differences(model.logprobs, prompt, result))
     if request.echo_logprobs:
         assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == len(prompt)
@@ -39,7 +44,9 @@ def differences(logprobs, prompt, result):
     for completion in result.completions:
         ids = [*prompt, *completion.token_ids]
         scores = [*(result.prompt_logprobs or ())[1:], *completion.logprobs]
-        compared = zip(scores, ids[len(ids) - len(scores) :], logprobs(ids)[len(ids) - 1 - len(scores) :])
+        compared = zip(
+            scores, ids[len(ids) - len(scores) :], logprobs(ids)[len(ids) - 1 - len(scores) :]
+        )
         found += [abs(score - row[token].item()) for score, token, row in compared]
     return found
 
@@ -50,14 +57,22 @@ def assert_same(found, expected, tolerance=TOLERANCE):
         for a, b in zip(ours.completions, theirs.completions, strict=True):
             assert a.token_ids == b.token_ids and a.finish_reason == b.finish_reason
             assert all(abs(x - y) <= tolerance for x, y in zip(a.logprobs, b.logprobs, strict=True))
-        for x, y in zip((ours.prompt_logprobs or ())[1:], (theirs.prompt_logprobs or ())[1:], strict=True):
+        for x, y in zip(
+            (ours.prompt_logprobs or ())[1:], (theirs.prompt_logprobs or ())[1:], strict=True
+        ):
             assert abs(x - y) <= tolerance
-        for x, y in zip((ours.prompt_top_logprobs or ())[1:], (theirs.prompt_top_logprobs or ())[1:], strict=True):
+        for x, y in zip(
+            (ours.prompt_top_logprobs or ())[1:],
+            (theirs.prompt_top_logprobs or ())[1:],
+            strict=True,
+        ):
             assert all(abs(a - b) <= tolerance for (_, a), (_, b) in zip(x, y, strict=True))
 
 
 def seeing_longer_neighbours(q: Tensor, segments: Segments, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak would be."""
+    """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak
+    would be.
+    """
     table, rows, *_ = segments
     last = rows[table.jobs[:, 3] - 1]  # of each job, its sequence's cache
     if table.kinds.max() == 2:

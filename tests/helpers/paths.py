@@ -12,6 +12,7 @@ SHARED = ROOT.parent / "shared"
 # Where fetched models are: the state folder of whoever runs the tests, whose processes have others.
 USERS_HOME = Path(
     os.environ.setdefault(
-        "FLEXGEN_TEST_HOME", os.environ.get("FLEXGEN_HELM_HOME") or str(Path.home() / ".cache" / "flexgen_helm")
+        "FLEXGEN_TEST_HOME",
+        os.environ.get("FLEXGEN_HELM_HOME") or str(Path.home() / ".cache" / "flexgen_helm"),
     )
 )

@@ -1,6 +1,8 @@
-"""The ranks of a pipeline, started by torchrun. Rank 0 runs the cases of a job and pickles what came of them.
+"""The ranks of a pipeline, started by torchrun. Rank 0 runs the cases of a job and pickles what
+came of them.
 
-As a script: `job.pickle` in the folder that is its argument has the `Job`; `outcomes.pickle` gets the outcomes.
+As a script: `job.pickle` in the folder that is its argument has the `Job`; `outcomes.pickle` gets
+    the outcomes.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Case:
 class Job:
     """What rank 0 does, one case after the other.
 
-    fault: what rank 1 does wrong: 'order' (schedules otherwise), 'memory' (has too little for the first engine),
-        'kill' (dies in a pass).
+    fault: what rank 1 does wrong: 'order' (schedules otherwise), 'memory' (has too little for the
+        first engine), 'kill' (dies in a pass).
     """
 
     cases: Sequence[Case]
@@ -85,7 +87,9 @@ def run_ranks(folder, num_ranks, job):
 
 
 def torchrun(num_ranks, *command):
-    """The command line of torchrun for a script, or for '-m' and a module, with a free port of its own."""
+    """The command line of torchrun for a script, or for '-m' and a module, with a free port of its
+    own.
+    """
     return [sys.executable, *_TORCHRUN, f"--nproc-per-node={num_ranks}", *command]
 
 
@@ -110,7 +114,9 @@ def _break(fault, folder):
     from tests.helpers.layers import replace_layers_for_good
 
     if fault == "order":
-        prepare.divide = lambda requests, count: [[], list(requests)] if count == 2 else [list(requests)]
+        prepare.divide = lambda requests, count: (
+            [[], list(requests)] if count == 2 else [list(requests)]
+        )
     elif fault == "memory":
         capacities = engine.tier_capacities
 
@@ -137,7 +143,8 @@ def _main(rank, folder):
     from flexgen_helm.engine.pipeline import follow, leave_pipeline
 
     job = pickle.loads((folder / "job.pickle").read_bytes())
-    os.environ["FLEXGEN_HELM_HOME"] = str(folder / f"home{rank.number}")  # as if each had a machine of its own
+    # as if each had a machine of its own
+    os.environ["FLEXGEN_HELM_HOME"] = str(folder / f"home{rank.number}")
     if rank.number:
         if job.fault is not None and rank.number == 1:
             _break(job.fault, folder)
@@ -151,11 +158,14 @@ def _main(rank, folder):
     if job.fault is None:
         names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         # One that is left may end the process by an abort while Python ends.
-        assert not any("gloo" in name for name in names), f"threads of the connections are left: {names}"
+        assert not any("gloo" in name for name in names), (
+            f"threads of the connections are left: {names}"
+        )
 
 
 if __name__ == "__main__":
-    from tests.helpers.pipeline_ranks import _main as main  # what is pickled must not belong to `__main__`
+    # what is pickled must not belong to `__main__`
+    from tests.helpers.pipeline_ranks import _main as main
 
     process = rank_of_process()
     assert process is not None

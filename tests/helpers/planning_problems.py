@@ -22,4 +22,6 @@ def small(gpu_mib, cpu_mib, disk_mib=4000, prompt=32, output=8, count=24, **more
     """OPT-125M (250 MB of weights) on a simulated gpu."""
     machine = simulated_gpu(replace(LAPTOP, overlap=0.8), (2.0, 2.0))
     limits = MemoryLimits(gpu=gpu_mib * MIB, cpu=cpu_mib * MIB, disk=disk_mib * MIB)
-    return planning_problem(config("opt-125m"), machine, Workload.uniform(prompt, output, count), limits=limits, **more)
+    return planning_problem(
+        config("opt-125m"), machine, Workload.uniform(prompt, output, count), limits=limits, **more
+    )

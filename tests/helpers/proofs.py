@@ -1,7 +1,8 @@
 """Which kinds of models CI has proved, for `flexgen_helm/engine/proved.json`.
 
-`python -m tests.helpers.proofs` proves all that are not in the table yet, with the release of transformers that it
-finds, and adds them; `--anew` begins a new table. `make proofs` does so with every release that tests run with.
+`python -m tests.helpers.proofs` proves all that are not in the table yet, with the release of
+transformers that it finds, and adds them; `--anew` begins a new table. `make proofs` does so with
+every release that tests run with.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def catalog_content(name: str) -> dict[str, Any]:
     if entry.architecture not in ARCHITECTURES:
         return {**entry.published, "architectures": [entry.architecture]}
     architecture = ARCHITECTURES[entry.architecture]
-    return {**entry.published, "architectures": [architecture.hf_names[0]], "model_type": architecture.name}
+    return {
+        **entry.published,
+        "architectures": [architecture.hf_names[0]],
+        "model_type": architecture.name,
+    }
 
 
 def contents() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -67,7 +72,10 @@ def key_of(content: dict[str, Any]) -> proof.ProofKey:
 def main() -> None:
     table = json.loads(proof._TABLE.read_text(encoding="utf-8"))
     known = set() if "--anew" in sys.argv else set(table["digests"])
-    tested = {name: [] if "--anew" in sys.argv else table["tested"][name] for name in ("transformers", "torch")}
+    tested = {
+        name: [] if "--anew" in sys.argv else table["tested"][name]
+        for name in ("transformers", "torch")
+    }
     for name, content in contents():
         config = architecture_of_config(content).read_config(content)
         key = proof.proof_key(content, config)
@@ -75,11 +83,21 @@ def main() -> None:
             continue
         difference = proof.difference_of_miniature(content, config, 0, Engine)
         if not difference < proof.TOLERANCE:
-            sys.exit(f"{name} differs by {difference:.2g} with transformers {transformers.__version__}")
+            sys.exit(
+                f"{name} differs by {difference:.2g} with transformers {transformers.__version__}"
+            )
         known.add(key.digest)
-    releases = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    tested = {name: [*(old for old in tested[name] if old != release), release] for name, release in releases.items()}
-    proof._TABLE.write_text(json.dumps({"tested": tested, "digests": sorted(known)}, indent=0) + "\n", encoding="utf-8")
+    releases = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.partition("+")[0],
+    }
+    tested = {
+        name: [*(old for old in tested[name] if old != release), release]
+        for name, release in releases.items()
+    }
+    proof._TABLE.write_text(
+        json.dumps({"tested": tested, "digests": sorted(known)}, indent=0) + "\n", encoding="utf-8"
+    )
     print(f"{len(known)} kinds are proved, with transformers {', '.join(tested['transformers'])}")
 
 

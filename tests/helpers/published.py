@@ -1,10 +1,12 @@
-"""Small models of published configurations: every entry as published, but hidden sizes, heads, layers and experts.
+"""Small models of published configurations: every entry as published, but hidden sizes, heads,
+layers and experts.
 
-`tests/models/published.jsonl` has one configuration a line: `repo` on the hub, `source` of the facts, `config`, what
-`config.json` says, and where they are known `generation`, what `generation_config.json` says, and `tokens`, ids that
-`tokenizer_config.json` adds. `also` has repositories that differ in sizes alone, and `refused` a part of the sentence
-that refuses the model. Entries that change no value (dropout, initializers, authors' code) are left out. Sources are of
-`config` alone: `generation` and `tokens` are from memory, but for gpt-oss and GLM-4.5.
+`tests/models/published.jsonl` has one configuration a line: `repo` on the hub, `source` of the
+facts, `config`, what `config.json` says, and where they are known `generation`, what
+`generation_config.json` says, and `tokens`, ids that `tokenizer_config.json` adds. `also` has
+repositories that differ in sizes alone, and `refused` a part of the sentence that refuses the
+model. Entries that change no value (dropout, initializers, authors' code) are left out. Sources are
+of `config` alone: `generation` and `tokens` are from memory, but for gpt-oss and GLM-4.5.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ TOLERANCE = 1e-4
 HIDDEN, HEADS, EXPERTS, ANSWER = 64, 4, 16, 6
 
 _SIZES = {
-    HIDDEN: "hidden_size d_model n_embd n_embed word_embed_proj_dim moe_intermediate_size expert_ffn_hidden_size "
-    "moe_latent_size moe_shared_expert_intermediate_size shared_expert_intermediate_size shared_intermediate_size",
-    96: "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp dense_intermediate_size block_ff_dim",
+    HIDDEN: "hidden_size d_model n_embd n_embed word_embed_proj_dim moe_intermediate_size "
+    "expert_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size "
+    "shared_expert_intermediate_size shared_intermediate_size",
+    96: (
+        "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp "
+        "dense_intermediate_size block_ff_dim"
+    ),
     32: "q_lora_rank kv_lora_rank",
     8: "hidden_size_per_layer_input laurel_rank",
     EXPERTS: "num_experts num_local_experts n_routed_experts moe_num_experts",
@@ -43,8 +49,20 @@ _KV_HEADS = {"num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 # Lists of numbers of layers.
 _NUMBERS_OF_LAYERS = {"mlp_only_layers", "attn_layer_indices", "moe_layers", "full_attn_idxs"}
-_STATES = {"linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_ssm"}
-_OTHER_PARTS = {"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+_STATES = {
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mamba_num_heads",
+    "mamba_n_heads",
+    "mamba_d_ssm",
+}
+_OTHER_PARTS = {
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,13 @@ class Published:
     def special_ids(self):
         """All ids that the files name and the vocabulary has."""
         parts = (self.generation, self.config, self.config.get("text_config") or {})
-        named = {token for part in parts for key, ids in part.items() if _is_id(key) for token in _as_list(ids)}
+        named = {
+            token
+            for part in parts
+            for key, ids in part.items()
+            if _is_id(key)
+            for token in _as_list(ids)
+        }
         known = {*named, *self.tokens} - {*self.refused_ids}
         return sorted(token for token in known if 0 <= token < self.vocab_size)
 
@@ -100,7 +124,11 @@ def _as_list(ids):
 def _config_class(content):
     known: Any = transformers.CONFIG_MAPPING
     name = content["model_type"]
-    return known[name] if name in known else getattr(transformers, content["architectures"][0]).config_class
+    return (
+        known[name]
+        if name in known
+        else getattr(transformers, content["architectures"][0]).config_class
+    )
 
 
 def _without_class(content):
@@ -123,7 +151,8 @@ def small_content(published):
         kinds = kinds or layer_kinds(whole)
         try:
             found = layer_kinds(read(content))
-        except Exception:  # lists that do not fit together, where entries count layers in another way
+        # lists that do not fit together, where entries count layers in another way
+        except Exception:
             continue
         if found == kinds:
             return content
@@ -137,19 +166,34 @@ def _layers_tried(entries, count):
         if isinstance(value, (list, str)) and len(value) == count and name not in _NUMBERS_OF_LAYERS
     ]
     shared = count - (entries.get("num_kv_shared_layers") or 0)
-    signatures = [json.dumps([layer >= shared, *(value[layer] for value in lists)]) for layer in range(count)]
+    signatures = [
+        json.dumps([layer >= shared, *(value[layer] for value in lists)]) for layer in range(count)
+    ]
     if len(first := sorted({signatures.index(signature) for signature in signatures})) > 1:
         yield first
         yield sorted({*first, *(layer + 1 for layer in first if layer + 1 < count)})
-    yield from (list(range(number)) for number in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, count) if number <= count)
+    yield from (
+        list(range(number))
+        for number in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, count)
+        if number <= count
+    )
 
 
 def _shrunk(published, layers):
-    """The published entries, smaller; beside them the sizes of the class's defaults that are not among them."""
+    """The published entries, smaller; beside them the sizes of the class's defaults that are not
+    among them.
+    """
     if published.get("text_config"):
         whole = _config_class(published)(**_without_class(published)).to_dict()
-        parts = {name: part for name, part in whole.items() if isinstance(part, dict) and "model_type" in part}
-        small = {**published, **{name: _part(published.get(name, {}), part) for name, part in parts.items()}}
+        parts = {
+            name: part
+            for name, part in whole.items()
+            if isinstance(part, dict) and "model_type" in part
+        }
+        small = {
+            **published,
+            **{name: _part(published.get(name, {}), part) for name, part in parts.items()},
+        }
         text = {**published["text_config"], "model_type": parts["text_config"]["model_type"]}
         return {**small, "text_config": _shrunk(text, layers)}
     full = _config_class(published)(**_without_class(published)).to_dict()
@@ -157,14 +201,28 @@ def _shrunk(published, layers):
 
 
 def changed(published, small):
-    """The entries of a small configuration that are not as published, but for sizes and lists of layers."""
+    """The entries of a small configuration that are not as published, but for sizes and lists of
+    layers.
+    """
     if published.get("text_config"):
         published, small = published["text_config"], small["text_config"]
-    sizes = {*_SIZE_OF, *_LAYERS, *_HEADS, *_KV_HEADS, *_STATES, "first_k_dense_replace", "num_kv_shared_layers"}
+    sizes = {
+        *_SIZE_OF,
+        *_LAYERS,
+        *_HEADS,
+        *_KV_HEADS,
+        *_STATES,
+        "first_k_dense_replace",
+        "num_kv_shared_layers",
+    }
     if published["model_type"] == "mamba2":  # as many heads as groups at least
         sizes.add("head_dim")
     names = {name for name, value in published.items() if small[name] != value} - sizes
-    return {name for name in names if not isinstance(small[name], list) and name != "hybrid_override_pattern"}
+    return {
+        name
+        for name in names
+        if not isinstance(small[name], list) and name != "hybrid_override_pattern"
+    }
 
 
 def _part(published, full):
@@ -176,8 +234,12 @@ def _part(published, full):
 
 def _small_sizes(entries, full, layers):
     known = {name: value for name, value in {**full, **entries}.items() if value is not None}
-    small: dict[str, Any] = {name: _SIZE_OF[name] for name in known.keys() & _SIZE_OF.keys() if known[name]}
-    count = next((known[name] for name in _LAYERS if name in known), len(known.get("layers_block_type", ())))
+    small: dict[str, Any] = {
+        name: _SIZE_OF[name] for name in known.keys() & _SIZE_OF.keys() if known[name]
+    }
+    count = next(
+        (known[name] for name in _LAYERS if name in known), len(known.get("layers_block_type", ()))
+    )
     small |= dict.fromkeys(known.keys() & _LAYERS, len(layers))
     for name, value in entries.items():
         if name in _NUMBERS_OF_LAYERS and isinstance(value, list):
@@ -199,26 +261,36 @@ def _small_sizes(entries, full, layers):
 
 
 def _set_heads(known, small):
-    """Heads are as wide as published where the configuration says so, or lists a factor for each frequency."""
+    """Heads are as wide as published where the configuration says so, or lists a factor for each
+    frequency.
+    """
     hidden = next(known[name] for name in ("hidden_size", "d_model", "n_embd") if name in known)
     heads = next((known[name] for name in _HEADS if name in known), None)
     if heads is None or "ssm_cfg" in known:
         return
     few = HEADS
     rope = known.get("rope_scaling") or known.get("rope_parameters") or {}
-    if known["model_type"] in ("codegen", "gptj", "helium") or ("short_factor" in rope and "head_dim" not in known):
+    if known["model_type"] in ("codegen", "gptj", "helium") or (
+        "short_factor" in rope and "head_dim" not in known
+    ):
         few = 4 if known["model_type"] == "codegen" else 2  # whose fused rows are of four parts
-        small |= dict.fromkeys(("hidden_size", "d_model", "n_embd") & known.keys(), few * hidden // heads)
+        small |= dict.fromkeys(
+            ("hidden_size", "d_model", "n_embd") & known.keys(), few * hidden // heads
+        )
     small |= dict.fromkeys(known.keys() & _HEADS, few)
     for name in known.keys() & _KV_HEADS:
         small[name] = few if known[name] >= heads else 1 if known[name] == 1 else few // 2
     if "linear_num_key_heads" in known:
         small["linear_num_key_heads"] = 2
-        small["linear_num_value_heads"] = 2 * known["linear_num_value_heads"] // known["linear_num_key_heads"]
+        small["linear_num_value_heads"] = (
+            2 * known["linear_num_value_heads"] // known["linear_num_key_heads"]
+        )
 
 
 def _set_states(known, small):
-    """Heads of Mamba are as wide together as what they are given, and no fewer than groups share states."""
+    """Heads of Mamba are as wide together as what they are given, and no fewer than groups share
+    states.
+    """
     if known["model_type"] in ("mamba", "falcon_mamba"):
         small["intermediate_size"] = known["expand"] * HIDDEN
     groups = known.get("mamba_n_groups") or known.get("n_groups") or 1
@@ -238,14 +310,18 @@ def _set_states(known, small):
 
 
 def write(row, folder):
-    """Write a small random model as published; return it by transformers in float32, and its `config.json`."""
+    """Write a small random model as published; return it by transformers in float32, and its
+    `config.json`.
+    """
     content = small_content(row.config)
     model = random_model(content)
     text = content.get("text_config") or content
     dtype = getattr(torch, text.get("torch_dtype") or text.get("dtype") or "bfloat16")
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype
     _fill(model, row, dtype)
-    values = {name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    values = {
+        name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()
+    }
     values = {name: tensor.contiguous() for name, tensor in values.items()}
     model.save_pretrained(folder, state_dict=values)
     if quantization := content.get("quantization_config"):
@@ -270,11 +346,15 @@ def random_model(content):
 
 
 def _fill(model, row, dtype):
-    """Random values that the type holds; scores of the tokens that end an answer vary more, so that answers end."""
+    """Random values that the type holds; scores of the tokens that end an answer vary more, so that
+    answers end.
+    """
     table = model.get_output_embeddings().weight
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
-            if tensor.is_floating_point() and (isinstance(tensor, torch.nn.Parameter) or tensor.dim() == 1):
+            if tensor.is_floating_point() and (
+                isinstance(tensor, torch.nn.Parameter) or tensor.dim() == 1
+            ):
                 tensor.normal_(0.0, 0.15)
             if tensor is table:
                 tensor[[token for token in row.end_ids if token < len(tensor)]] *= 6
@@ -286,7 +366,11 @@ def _write_tokenizer(row, folder):
     """A tokenizer that has the special tokens, whose texts are made up."""
     from tokenizers import Tokenizer, decoders, models
 
-    backend = Tokenizer(models.WordLevel({"a": 0} | {f"<|{token}|>": token for token in row.special_ids if token}, "a"))
+    backend = Tokenizer(
+        models.WordLevel(
+            {"a": 0} | {f"<|{token}|>": token for token in row.special_ids if token}, "a"
+        )
+    )
     backend.decoder = decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -299,9 +383,15 @@ Stored = tuple[dict[str, torch.Tensor], torch.Tensor]  # ending -> tensor, and t
 
 
 def _store_fp8(name, values, quantization):
-    """A scale for each block of 128 x 128, as DeepSeek V3's, or for the whole matrix, as Devstral 2's."""
+    """A scale for each block of 128 x 128, as DeepSeek V3's, or for the whole matrix, as Devstral
+    2's.
+    """
     parts = name.split(".")
-    is_linear = parts[-1] == "weight" and values.dim() == 2 and parts[-2].endswith(("proj", "proj_with_mqa"))
+    is_linear = (
+        parts[-1] == "weight"
+        and values.dim() == 2
+        and parts[-2].endswith(("proj", "proj_with_mqa"))
+    )
     if not is_linear and parts[-2] not in ("w1", "w2", "w3"):
         return None
     out, into = values.shape
@@ -312,20 +402,30 @@ def _store_fp8(name, values, quantization):
     codes = (blocks / scales).to(torch.float8_e4m3fn)
     exact = (codes.float() * scales).reshape(padded.shape)[:out, :into].contiguous()
     whole = codes.view(torch.uint8).reshape(padded.shape)[:out, :into].contiguous()
-    stored = {"weight": whole.view(torch.float8_e4m3fn), "weight_scale_inv": scales[:, 0, :, 0].contiguous()}
+    stored = {
+        "weight": whole.view(torch.float8_e4m3fn),
+        "weight_scale_inv": scales[:, 0, :, 0].contiguous(),
+    }
     if quantization.get("weight_block_size") is None:
-        stored |= {"weight_scale_inv": scales.view(()).clone(), "activation_scale": torch.tensor(1.5)}
+        stored |= {
+            "weight_scale_inv": scales.view(()).clone(),
+            "activation_scale": torch.tensor(1.5),
+        }
         # The scale of a matrix has 16 bits, and so has the product.
         stored["weight_scale_inv"] = stored["weight_scale_inv"].bfloat16()
         exact = codes.float().reshape(padded.shape) * stored["weight_scale_inv"].float()
-    return {f"{name.removesuffix('weight')}{ending}": tensor for ending, tensor in stored.items()}, exact
+    return {
+        f"{name.removesuffix('weight')}{ending}": tensor for ending, tensor in stored.items()
+    }, exact
 
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def _store_mxfp4(name, values, quantization):
-    """Blocks of 32 inputs with an exponent, two values in a byte, as gpt-oss's experts: [experts, out, blocks, 16]."""
+    """Blocks of 32 inputs with an exponent, two values in a byte, as gpt-oss's experts: [experts,
+    out, blocks, 16].
+    """
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return None
     blocks = values.float().transpose(1, 2).unflatten(2, (-1, 32))
@@ -341,12 +441,16 @@ _STORED = {"fp8": _store_fp8, "mxfp4": _store_mxfp4}
 
 
 def _stored_quantized(model, folder, dtype, quantization):
-    """Store the matrices of layers as the configuration says; return the model with their values."""
+    """Store the matrices of layers as the configuration says; return the model with their
+    values.
+    """
     plain = load_file(folder / "model.safetensors")
     stored, exact = {}, {}
     for name, values in plain.items():
         is_text = ".layers." in name and "vision" not in name
-        found = _STORED[quantization["quant_method"]](name, values, quantization) if is_text else None
+        found = (
+            _STORED[quantization["quant_method"]](name, values, quantization) if is_text else None
+        )
         stored |= {name: values} if found is None else found[0]
         exact[name] = values.to(dtype).float() if found is None else found[1]
     assert stored.keys() != plain.keys()
@@ -363,7 +467,9 @@ def _stored_quantized(model, folder, dtype, quantization):
 
 
 def requests(row):
-    """Prompts with every special id, the end of the vocabulary, and ids all over it; two share a beginning."""
+    """Prompts with every special id, the end of the vocabulary, and ids all over it; two share a
+    beginning.
+    """
     vocab, draw = row.vocab_size, random.Random(0)
     special = [*row.special_ids, vocab - 1, vocab - 2]
 
@@ -377,7 +483,10 @@ def requests(row):
         [special[0]], [*drawn(2), special[-2]], [token for one in special for token in (one, *drawn(1))],
         [*beginning, *drawn(3)], [*beginning, *special], drawn(window + 20 if window <= 128 else 50),
     ]  # fmt: skip
-    return [GenerationRequest(prompt_token_ids=ids, max_tokens=ANSWER, echo_logprobs=True) for ids in prompts]
+    return [
+        GenerationRequest(prompt_token_ids=ids, max_tokens=ANSWER, echo_logprobs=True)
+        for ids in prompts
+    ]
 
 
 def compare(model, row, request, result):
@@ -394,7 +503,10 @@ def compare(model, row, request, result):
     logprobs = logits - logits.logsumexp(-1, keepdim=True)
     scores = [*result.prompt_logprobs[1:], *answer.logprobs[: len(tokens)]]
     ids = torch.tensor([*prompt[1:], *tokens])
-    found = [abs(a - b) for a, b in zip(scores, logprobs[:-1].gather(1, ids[:, None])[:, 0].tolist(), strict=True)]
+    found = [
+        abs(a - b)
+        for a, b in zip(scores, logprobs[:-1].gather(1, ids[:, None])[:, 0].tolist(), strict=True)
+    ]
     has_ended = answer.finish_reason == "endoftext"
     assert has_ended or len(tokens) == ANSWER
     for step in range(len(tokens) + has_ended):
@@ -405,8 +517,12 @@ def compare(model, row, request, result):
 
 
 def _processed(row, ids, scores):
-    """Scores of the next token under the setting of `generation_config.json` that changes greedy answers."""
+    """Scores of the next token under the setting of `generation_config.json` that changes greedy
+    answers.
+    """
     penalty = row.generation.get("repetition_penalty", 1.0)
     if penalty == 1.0:
         return scores
-    return transformers.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), scores[None])[0]
+    return transformers.RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([ids]), scores[None]
+    )[0]

@@ -1,4 +1,5 @@
-"""Quantized weights written from the descriptions of their formats, each with its values by a slow, direct formula.
+"""Quantized weights written from the descriptions of their formats, each with its values by a slow,
+direct formula.
 
 Every function returns (ending -> stored tensor, values in float32 as [out, in]).
 """
@@ -31,7 +32,9 @@ def _scales(rng, *shape, dtype=torch.float16):
 
 
 def _spread(scales, out, into, rows, columns):
-    """The scale of every value, from those of blocks of so many rows and columns; the last ones may be cut off."""
+    """The scale of every value, from those of blocks of so many rows and columns; the last ones may
+    be cut off.
+    """
     return scales[torch.arange(out)[:, None] // rows, torch.arange(into) // columns].float()
 
 
@@ -92,10 +95,16 @@ def awq(rng, out, into, size=32):
 
     def pack(integers):
         in_order = integers.reshape(len(integers), out // 8, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
-        words = (in_order.astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+        words = (in_order.astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)).sum(
+            -1, dtype=np.uint32
+        )
         return torch.from_numpy(words.view(np.int32))
 
-    return {"qweight": pack(drawn.codes), "qzeros": pack(drawn.zeros), "scales": drawn.scales}, drawn.values
+    return {
+        "qweight": pack(drawn.codes),
+        "qzeros": pack(drawn.zeros),
+        "scales": drawn.scales,
+    }, drawn.values
 
 
 def packed(
@@ -108,7 +117,15 @@ def packed(
     size=32,
 ):
     half = 1 << (bits - 1)
-    drawn = _groups(rng, out, into, size, range(-half, half), range(1) if symmetric else range(-half, half), act_order)
+    drawn = _groups(
+        rng,
+        out,
+        into,
+        size,
+        range(-half, half),
+        range(1) if symmetric else range(-half, half),
+        act_order,
+    )
     stored = {
         "weight_packed": _words(drawn.codes + half, bits).T.contiguous(),
         "weight_scale": drawn.scales.T.contiguous(),
@@ -131,7 +148,9 @@ def int8(rng, out, into, size=0, has_zeros=False):
     scales = _scales(rng, out, -(-into // size), dtype=torch.bfloat16)
     stored, zero = {"weight": codes, "weight_scale": scales}, torch.zeros(out, 1)
     if has_zeros:
-        zero = stored["weight_zero_point"] = torch.from_numpy(rng.integers(-128, 128, (out, 1))).to(torch.int8)
+        zero = stored["weight_zero_point"] = torch.from_numpy(rng.integers(-128, 128, (out, 1))).to(
+            torch.int8
+        )
     return stored, (codes.float() - zero.float()) * _spread(scales, out, into, 1, size)
 
 
@@ -142,7 +161,9 @@ def _fp8(rng, out, into):
 def fp8_by_block(rng, out, into, block=16):
     codes = _fp8(rng, out, into)
     scales = _scales(rng, -(-out // block), -(-into // block), dtype=torch.float32)
-    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * _spread(scales, out, into, block, block)
+    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * _spread(
+        scales, out, into, block, block
+    )
 
 
 def fp8_by_tensor(rng, out, into):
@@ -189,7 +210,11 @@ def nvfp4(rng, out, into):
     scales = torch.from_numpy(rng.uniform(1, 300, (out, into // 16))).to(torch.float8_e4m3fn)
     global_scale = torch.tensor([2048.5])
     values = numbers * (_spread(scales, out, into, 1, 16) / global_scale)
-    return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": global_scale}, values
+    return {
+        "weight_packed": codes,
+        "weight_scale": scales,
+        "weight_global_scale": global_scale,
+    }, values
 
 
 def mxfp4_packed(rng, out, into):
@@ -204,7 +229,11 @@ def bnb_int8(rng, out, into):
     codes = torch.from_numpy(rng.integers(-127, 128, (out, into))).to(torch.int8)
     largest = _scales(rng, out, dtype=torch.float32)
     values = codes.float() * largest.view(-1, 1) * (1 / 127)
-    return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}, values
+    return {
+        "weight": codes,
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }, values
 
 
 def bnb_nf4(rng, out, into, nested=False):
@@ -221,7 +250,10 @@ def bnb_nf4(rng, out, into, nested=False):
     if nested:
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
         bytes_ = torch.from_numpy(rng.integers(0, 256, blocks).astype(np.uint8))
-        nested_table, nested_largest = torch.linspace(-1, 1, 256), _scales(rng, -(-blocks // 256), dtype=torch.float32)
+        nested_table, nested_largest = (
+            torch.linspace(-1, 1, 256),
+            _scales(rng, -(-blocks // 256), dtype=torch.float32),
+        )
         largest = nested_table[bytes_.long()] * nested_largest[torch.arange(blocks) // 256] + 0.25
         stored |= {
             "weight.absmax": bytes_,
@@ -240,12 +272,22 @@ def _gptq_config(bits=4, **more):
 
 
 def _awq_config(group_size):
-    return {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "version": "gemm",
+        "zero_point": True,
+    }
 
 
 def _compressed(fmt, bits=4, **weights):
     group = {"targets": ["Linear"], "weights": {"num_bits": bits, **weights}}
-    return {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": fmt,
+        "config_groups": {"group_0": group},
+    }
 
 
 # Name -> quantization_config, writer. All take matrices whose sides are multiples of 32.
@@ -261,7 +303,10 @@ FORMATS = {
     "gptq-groups-of-16": (_gptq_config(group_size=16), partial(gptq, size=16)),
     "awq": (_awq_config(32), awq),
     "awq-cut-group": (_awq_config(64), partial(awq, size=64)),
-    "int4-packed-cut-group": (_compressed("pack-quantized", group_size=40), partial(packed, size=40)),
+    "int4-packed-cut-group": (
+        _compressed("pack-quantized", group_size=40),
+        partial(packed, size=40),
+    ),
     "int4-packed-by-row": (
         _compressed("pack-quantized", group_size=None, strategy="channel"),
         lambda *a: packed(*a, size=a[2]),
@@ -269,7 +314,10 @@ FORMATS = {
     "int4-packed-symmetric": (_compressed("pack-quantized", symmetric=True, group_size=32), packed),
     "int8-packed": (_compressed("pack-quantized", 8), partial(packed, bits=8)),
     "int4-packed-zero-points": (_compressed("pack-quantized"), partial(packed, symmetric=False)),
-    "int4-packed-act-order": (_compressed("pack-quantized"), partial(packed, symmetric=False, act_order=True)),
+    "int4-packed-act-order": (
+        _compressed("pack-quantized"),
+        partial(packed, symmetric=False, act_order=True),
+    ),
     "int8": (_compressed("int-quantized", 8), int8),
     "int8-cut-group": (_compressed("int-quantized", 8, group_size=56), partial(int8, size=56)),
     "int8-zero-points": (_compressed("int-quantized", 8), partial(int8, has_zeros=True)),
@@ -277,11 +325,17 @@ FORMATS = {
     "nvfp4": (_compressed("nvfp4-pack-quantized"), nvfp4),
     "mxfp4-packed": (_compressed("mxfp4-pack-quantized"), mxfp4_packed),
     "fp8-by-block": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8_by_block),
-    "fp8-by-cut-block": ({"quant_method": "fp8", "weight_block_size": [24, 24]}, partial(fp8_by_block, block=24)),
+    "fp8-by-cut-block": (
+        {"quant_method": "fp8", "weight_block_size": [24, 24]},
+        partial(fp8_by_block, block=24),
+    ),
     "fp8-by-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_by_tensor),
     "fp8-fbgemm": ({"quant_method": "fbgemm_fp8"}, fp8_by_channel),
     "mxfp8": ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8),
     "bnb-nf4": ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, bnb_nf4),
-    "bnb-nf4-nested": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, partial(bnb_nf4, nested=True)),
+    "bnb-nf4-nested": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        partial(bnb_nf4, nested=True),
+    ),
 }

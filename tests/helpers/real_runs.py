@@ -1,4 +1,6 @@
-"""`flexgen-helm` on the real engine, in a forked process whose state, models and data are in one folder."""
+"""`flexgen-helm` on the real engine, in a forked process whose state, models and data are in one
+folder.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def flexgen_helm(
     variables = {"FLEXGEN_HELM_HOME": str(folder / "home"), "FLEXGEN_HELM_DATA": str(folder / "data"),
                  "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"), "HF_HUB_OFFLINE": "1"}  # fmt: skip
     command = [*(start or python("all")), "-c", program, *arguments]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True
+    )
 
 
 def run_suite(folder: Path, *entries: str, instances: int, more: tuple[str, ...] = ()) -> Path:

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
-# What is set in the module before the command runs, so that a test need not wait as long as a user does.
+# What is set in the module before the command runs, so that a test need not wait as long as a user
+# does.
 _PROGRAM = """
 import sys
 from flexgen_helm.harnesses import openai_server as server
@@ -43,7 +44,9 @@ class Served:
             connection.request(method, path, content, {**given, **(headers or {})})
             answer = connection.getresponse()
             text = answer.read().decode()
-            return answer.status, json.loads(text) if answer.getheader("Content-Type") == "application/json" else text
+            return answer.status, json.loads(text) if answer.getheader(
+                "Content-Type"
+            ) == "application/json" else text
         finally:
             connection.close()
 
@@ -70,7 +73,18 @@ def serving(folder, home, *flags, settings="", key=None, cwd=ROOT):
     environment = {**os.environ, "FLEXGEN_HELM_HOME": str(home), "OMP_NUM_THREADS": "1"}
     environment |= {} if key is None else {"FLEXGEN_HELM_SERVE_KEY": key}
     program = _PROGRAM.format(settings=settings)
-    command = [*python("all"), "-c", program, "serve", str(folder), "--port", "0", "--device", "cpu", *flags]
+    command = [
+        *python("all"),
+        "-c",
+        program,
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        *flags,
+    ]
     process = subprocess.Popen(command, cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True)
     lines = []
     found, stderr = threading.Event(), process.stderr

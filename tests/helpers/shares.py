@@ -1,4 +1,6 @@
-"""The slow suite tries a fixed part of the largest matrices; `make test-all`, which sets TEST_ALL, tries them whole."""
+"""The slow suite tries a fixed part of the largest matrices; `make test-all`, which sets TEST_ALL,
+tries them whole.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def share(cases: Iterable[Case], of: int, seed: str = "") -> list[Case]:
 
 
 def share_of_release(cases: Iterable[Case], of: int) -> list[Case]:
-    """All cases with the locked release of `transformers`; with each other release one in `of`, others for each."""
+    """All cases with the locked release of `transformers`; with each other release one in `of`,
+    others for each.
+    """
     release = version("transformers")
     return list(cases) if release == locked("transformers") else share(cases, of, seed=release)
 

@@ -13,7 +13,9 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """Mount a file system of `size` bytes at a new folder; skip the test where that is not allowed."""
+    """Mount a file system of `size` bytes at a new folder; skip the test where that is not
+    allowed.
+    """
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     folder.mkdir()
@@ -24,7 +26,8 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # also where it is a working folder
+        # also where it is a working folder
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
         folder.rmdir()
 
 
@@ -33,11 +36,14 @@ def read_only(folder: Path) -> Iterator[None]:
     """Let nobody write into a folder meanwhile; skip the test where that is not allowed."""
     if os.geteuid() != 0:
         pytest.skip("mounting a folder read-only needs root")
-    bound = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True, text=True)
+    bound = subprocess.run(
+        ["mount", "--bind", str(folder), str(folder)], capture_output=True, text=True
+    )
     if bound.returncode:
         pytest.skip(f"nothing can be mounted here: {bound.stderr.strip()}")
     try:
         subprocess.run(["mount", "-o", "remount,ro,bind", str(folder), str(folder)], check=True)
         yield
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # also where it is a working folder
+        # also where it is a working folder
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -18,7 +18,9 @@ import pyte
 
 @dataclass(frozen=True)
 class Session:
-    """frames: (seconds since the start, the screen's lines without trailing spaces), one for each change."""
+    """frames: (seconds since the start, the screen's lines without trailing spaces), one for each
+    change.
+    """
 
     exit_code: int
     frames: list[tuple[float, str]]

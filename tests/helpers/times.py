@@ -1,11 +1,12 @@
 """What processor time tests spend, by file, with the processes that they start.
 
-    make test-times                                    runs the fast suite and prints the table (docs/developers)
-    python -m tests.helpers.times build/times tests    by test in place of file
+    make test-times                                    runs the fast suite and prints the table
+    (docs/developers) python -m tests.helpers.times build/times tests    by test in place of file
 
-Processor time, user and system, of all threads and of processes that have ended: a busy machine does not change it.
-As a plugin of pytest (`-p tests.helpers.times`) each process of the run writes what it measured into the folder that
-`TEST_TIMES` names.
+Processor time, user and system, of all threads and of processes that have ended: a busy machine
+does not change it.
+As a plugin of pytest (`-p tests.helpers.times`) each process of the run writes what it measured
+into the folder that `TEST_TIMES` names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _spent: dict[str, float] = {}
 
 
 def processor_seconds() -> float:
-    """Return what this process, those that have ended, and those that fork with their forks have taken."""
+    """Return what this process, those that have ended, and those that fork with their forks have
+    taken.
+    """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
     for server in SERVERS:
@@ -62,7 +65,13 @@ def table(folder: Path, by: str = "file") -> str:
         for test, seconds in json.loads(part.read_text()).items():
             total[test if by == "tests" else test.partition("::")[0]] += seconds
     rows = [*total.most_common(_TABLE_ROWS), ("all", total.total())]
-    return "\n".join([f"| {by} | seconds |", "|---|---:|", *(f"| {name} | {seconds:.0f} |" for name, seconds in rows)])
+    return "\n".join(
+        [
+            f"| {by} | seconds |",
+            "|---|---:|",
+            *(f"| {name} | {seconds:.0f} |" for name, seconds in rows),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Small tokenizers with the pipeline of each kind of published files.
 
-Only the vocabularies are ours: a few merges that come out differently as soon as one step of a pipeline is lost.
-`19 98` spans digits that some families split, `.\\n` spans a border that GPT-2 keeps, no order of merges reaches
-` Hello`, and of most Chinese characters and emoji a token holds only some bytes.
+Only the vocabularies are ours: a few merges that come out differently as soon as one step of a
+    pipeline is lost.
+`19 98` spans digits that some families split, `.\\n` spans a border that GPT-2 keeps, no order of
+merges reaches ` Hello`, and of most Chinese characters and emoji a token holds only some bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from flexgen_helm.tokenizer.token_bytes import byte_alphabet
 
@@ -39,7 +49,9 @@ def merges_of(words):
     return list(dict.fromkeys((word[:i], word[i]) for word in words for i in range(1, len(word))))
 
 
-BYTE_MERGES = merges_of(["".join(map(_CHARACTER.get, word)) for word in [*map(str.encode, WORDS), *BYTE_WORDS]])
+BYTE_MERGES = merges_of(
+    ["".join(map(_CHARACTER.get, word)) for word in [*map(str.encode, WORDS), *BYTE_WORDS]]
+)
 MARK_MERGES = merges_of(MARKED_WORDS)
 
 
@@ -51,7 +63,8 @@ class Family:
     marked: sentencepiece's vocabulary, else one of bytes.
     front, back: added tokens with ids below and above the vocabulary's.
     bos: what encoding puts in front, None if nothing.
-    dummy: where sentencepiece puts its space: before "every" stretch between added tokens, at the "first", or nowhere.
+    dummy: where sentencepiece puts its space: before "every" stretch between added tokens, at the
+        "first", or nowhere.
     single_file: tokenizer.json, else vocab.json and merges.txt.
     """
 
@@ -60,7 +73,9 @@ class Family:
     front: tuple[AddedToken, ...] = ()
     back: tuple[AddedToken, ...] = ()
     normalizer: Any = None
-    pre_tokenizer: Any = field(default_factory=lambda: pre_tokenizers.ByteLevel(add_prefix_space=False))
+    pre_tokenizer: Any = field(
+        default_factory=lambda: pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
     decoder: Any = field(default_factory=decoders.ByteLevel)
     ignore_merges: bool = False
     bos: str | None = None
@@ -69,7 +84,11 @@ class Family:
 
     def backend(self):
         if self.marked:
-            pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *MARK_CHARACTERS, *map("".join, MARK_MERGES)]
+            pieces = [
+                *(f"<0x{byte:02X}>" for byte in range(256)),
+                *MARK_CHARACTERS,
+                *map("".join, MARK_MERGES),
+            ]
         else:
             pieces = [*sorted(byte_alphabet()), *map("".join, BYTE_MERGES)]
         names = dict.fromkeys([*(token.content for token in self.front), *pieces])
@@ -110,7 +129,9 @@ def begin_with(bos, bos_id):
 
 
 def _added(*texts, special=True, **options):
-    return tuple(AddedToken(text, **{"normalized": False, "special": special, **options}) for text in texts)
+    return tuple(
+        AddedToken(text, **{"normalized": False, "special": special, **options}) for text in texts
+    )
 
 
 def _pieces(pattern):
@@ -122,8 +143,8 @@ _SENTENCEPIECE = _added("<unk>", "<s>", "</s>")
 _MARK = normalizers.Replace(" ", "▁")
 _UNMARK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 _LLAMA_CONFIG = {
-    "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<s>",
-    "eos_token": "</s>", "unk_token": "<unk>", "legacy": True,
+    "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False,
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": True,
 }  # fmt: skip
 
 
@@ -133,15 +154,22 @@ def _sentencepiece(config, **changes):
         "pre_tokenizer": None,
         "decoder": decoders.Sequence([*_UNMARK, decoders.Strip(" ", 1, 0)]),
     }
-    settings = {"marked": True, "front": _SENTENCEPIECE, "bos": "<s>", "dummy": "every", **steps, **changes}
+    settings = {
+        "marked": True,
+        "front": _SENTENCEPIECE,
+        "bos": "<s>",
+        "dummy": "every",
+        **steps,
+        **changes,
+    }
     return Family(config, **settings)
 
 
 FAMILIES = {
     "opt": Family(  # BOS by the configuration's class
         {
-            "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False, "bos_token": "</s>",
-            "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>",
+            "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False,
+            "bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>",
         },
         front=_added("<s>", "<pad>", "</s>", "<unk>"),
         bos="</s>",
@@ -150,8 +178,9 @@ FAMILIES = {
     "gpt2": Family({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}, back=_added("<|endoftext|>")),
     "gpt-neox": Family(  # BOS is named and not added
         {
-            "tokenizer_class": "GPTNeoXTokenizer", "add_prefix_space": False, "bos_token": "<|endoftext|>",
-            "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>",
+            "tokenizer_class": "GPTNeoXTokenizer", "add_prefix_space": False,
+            "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>",
+            "unk_token": "<|endoftext|>",
         },
         front=_added("<|endoftext|>", "<|padding|>"),
         back=_added(*(" " * n for n in range(8, 4, -1)), special=False, normalized=True),
@@ -183,8 +212,9 @@ FAMILIES = {
     ),
     "qwen2": Family(
         {
-            "tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "add_prefix_space": False, "bos_token": None,
-            "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None,
+            "tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "add_prefix_space": False,
+            "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+            "unk_token": None,
         },
         back=(
             *_added("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -195,8 +225,8 @@ FAMILIES = {
     ),
     "gemma2": _sentencepiece(
         {
-            "tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<bos>",
-            "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>",
+            "tokenizer_class": "GemmaTokenizer", "add_bos_token": True, "add_eos_token": False,
+            "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>",
         },
         front=(
             *_added("<pad>", "<eos>", "<bos>", "<unk>"),

@@ -78,7 +78,9 @@ def recording_driver(capability):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers of a thread, and bytes of its stack, which holds spilled registers."""
+    """What a compiled kernel takes: registers of a thread, and bytes of its stack, which holds
+    spilled registers.
+    """
 
     registers: int
     stack_bytes: int
@@ -96,4 +98,6 @@ def resources(kernel, folder):
 
 def instructions(kernel, pattern):
     """Count the instructions of a compiled kernel that match, by name."""
-    return Counter(re.findall(rf"^\s*(?:@%\w+ )?((?:{pattern})[\w.:]*)", kernel.asm["ptx"], re.MULTILINE))
+    return Counter(
+        re.findall(rf"^\s*(?:@%\w+ )?((?:{pattern})[\w.:]*)", kernel.asm["ptx"], re.MULTILINE)
+    )

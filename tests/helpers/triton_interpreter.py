@@ -1,11 +1,12 @@
-"""Triton's kernels by its interpreter, against plain torch: run as `TRITON_INTERPRET=1 python -m …`, as JSON on stdout.
+"""Triton's kernels by its interpreter, against plain torch: run as
+`TRITON_INTERPRET=1 python -m …`, as JSON on stdout.
 
-The interpreter replaces Triton's functions while they are imported, so it needs a process of its own. Arguments are
-what it does, one after the other; the answer has a key for each:
+The interpreter replaces Triton's functions while they are imported, so it needs a process of its
+own. Arguments are what it does, one after the other; the answer has a key for each:
 
     values     how many matrices are dequantized, by format, shape and dtype; fails if a bit differs
-    blocks     how many matrices of published formats are dequantized, by format and dtype; fails if a bit differs
-    bytes      how often each byte of a packed matrix is read
+    blocks     how many matrices of published formats are dequantized, by format and dtype; fails if
+    a bit differs bytes      how often each byte of a packed matrix is read
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def values():
     draw = torch.Generator().manual_seed(0)
     count = 0
     shapes = [_SHAPES[:2], _SHAPES, *[_SHAPES[:1]] * 5] * 2
-    for fmt, (rows, width) in ((fmt, shape) for fmt, some in zip(_FORMATS, shapes, strict=True) for shape in some):
+    for fmt, (rows, width) in (
+        (fmt, shape) for fmt, some in zip(_FORMATS, shapes, strict=True) for shape in some
+    ):
         packed = quantize(torch.randn(rows, width, generator=draw) * 0.3, fmt)
         weights = dequantize(packed, fmt, rows, width)
         for dtype in _DTYPES:
@@ -66,17 +69,27 @@ def blocks():
         packed = memory[:, 1 : size + 1]
         weights = decode(packed, fmt)
         for dtype, integers in ((torch.float16, torch.int16), (torch.float32, torch.int32)):
-            out = triton_launches.dequantize_into(packed, fmt, torch.full((31, width), 7.0, dtype=dtype))
+            out = triton_launches.dequantize_into(
+                packed, fmt, torch.full((31, width), 7.0, dtype=dtype)
+            )
             expected = weights.to(dtype)
-            different = (out.view(integers) != expected.view(integers)) & ~(out.isnan() & expected.isnan())
+            different = (out.view(integers) != expected.view(integers)) & ~(
+                out.isnan() & expected.isnan()
+            )
             assert not different.any(), (fmt.name, dtype, int(different.sum()))
             count += 1
     return count
 
 
 def read_counts():
-    """Count how many loads read each byte of packed matrices; equal addresses of one load are one read."""
-    masked_load, counts, base = interpreter.InterpreterBuilder.create_masked_load, np.zeros(0, np.int64), 0
+    """Count how many loads read each byte of packed matrices; equal addresses of one load are one
+    read.
+    """
+    masked_load, counts, base = (
+        interpreter.InterpreterBuilder.create_masked_load,
+        np.zeros(0, np.int64),
+        0,
+    )
 
     def counting(self, ptrs, mask, *rest):
         result = masked_load(self, ptrs, mask, *rest)

@@ -1,4 +1,6 @@
-"""What a launch of a Triton kernel does, by plain torch: for devices that have no Triton, with all of its host code."""
+"""What a launch of a Triton kernel does, by plain torch: for devices that have no Triton, with all
+of its host code.
+"""
 
 import torch
 
@@ -22,12 +24,19 @@ def block_format(given, layout):
 
     def numbers(first, count, widths, values):
         found = layout[first : first + len(widths) * count].view(len(widths), count)
-        parts = tuple(Bits(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist())) for w, at in zip(widths, found))
+        parts = tuple(
+            Bits(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist()))
+            for w, at in zip(widths, found)
+        )
         if isinstance(values, str):
             return Numbers(parts[::-1], floating=values)
         table = layout[values : values + (1 << sum(widths))].view(torch.float32)
         return Numbers(parts[::-1], table=tuple(table.tolist()))
 
-    (codes,), scales, offsets, zeros = (tuple(numbers(*x) for x in kind) for kind in given["numbers"][:4])
+    (codes,), scales, offsets, zeros = (
+        tuple(numbers(*x) for x in kind) for kind in given["numbers"][:4]
+    )
     size, subtracts, divides = given["block_bytes"], given["sign"] < 0, given["numbers"][4]
-    return BlockFormat("", codes.count, size, codes, scales, offsets, subtracts, zeros, divides, given["factor"])
+    return BlockFormat(
+        "", codes.count, size, codes, scales, offsets, subtracts, zeros, divides, given["factor"]
+    )

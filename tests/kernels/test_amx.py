@@ -1,4 +1,6 @@
-"""Products by the matrix unit equal those in float64 as well as float32 can, on any number of threads."""
+"""Products by the matrix unit equal those in float64 as well as float32 can, on any number of
+threads.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -59,9 +61,14 @@ def test_any_shape(rows, steps, outputs, dtype, has_bias, threads):
 def test_sums_of_one_sign_are_as_exact_as_the_librarys(dtype):
     """All terms round in the same direction of a growing sum: one long chain would lose a digit."""
     draw = torch.Generator().manual_seed(1)
-    x, weight = torch.rand(33, 28672, generator=draw), torch.rand(96, 28672, generator=draw).to(dtype)
+    x, weight = (
+        torch.rand(33, 28672, generator=draw),
+        torch.rand(96, 28672, generator=draw).to(dtype),
+    )
     exact = x.double() @ weight.double().t()
-    ours, librarys = (((y - exact) / exact).abs() for y in (amx_matmul(x, weight), x @ weight.float().t()))
+    ours, librarys = (
+        ((y - exact) / exact).abs() for y in (amx_matmul(x, weight), x @ weight.float().t())
+    )
     assert ours.max() <= 3 * librarys.max() and ours.mean() <= 3 * librarys.mean()
 
 
@@ -89,7 +96,9 @@ def test_several_matrices_at_once(rows, steps, outputs, dtype, threads):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_16_bits(dtype):
     kind = torch.float16 if dtype == torch.float32 else dtype
-    weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(kind).to(dtype).view(-1, 1)
+    weight = (
+        torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(kind).to(dtype).view(-1, 1)
+    )
     weight = torch.cat((weight, torch.zeros(len(weight), 31, dtype=dtype)), 1)
     x = torch.zeros(1, 32)
     x[0, 0] = 1.0
@@ -99,12 +108,15 @@ def test_every_number_of_16_bits(dtype):
     numbers = exact.isfinite() & ((exact == 0) | (exact.abs() >= torch.finfo(torch.float32).tiny))
     assert torch.equal(y[0][numbers], exact[numbers])
     assert not y[0][~exact.isfinite()].isfinite().any()
-    assert (y[0] - exact)[exact.isfinite()].abs().max() < 2**-125  # the unit takes the least numbers for zero
+    # the unit takes the least numbers for zero
+    assert (y[0] - exact)[exact.isfinite()].abs().max() < 2**-125
 
 
 @pytest.mark.parametrize("exponent", [-60, 0, 60])
 def test_every_bit_of_x_counts(exponent):
-    """The three parts add up to x exactly, for random bits and those around the borders of the parts."""
+    """The three parts add up to x exactly, for random bits and those around the borders of the
+    parts.
+    """
     draw = torch.Generator().manual_seed(3)
     bits = torch.randint(0, 1 << 24, (500,), generator=draw)
     borders = torch.tensor([(1 << bit) + step for bit in (7, 8, 15, 16, 23) for step in (-1, 0, 1)])
@@ -131,7 +143,9 @@ def test_the_bits_depend_neither_on_threads_nor_on_other_rows(dtype):
 
 
 def test_few_rows_and_parts_of_a_matrix_have_the_same_bits(monkeypatch):
-    """As `--batch-invariant` multiplies them: one row, and the last outputs of a streamed matrix."""
+    """As `--batch-invariant` multiplies them: one row, and the last outputs of a streamed
+    matrix.
+    """
     monkeypatch.undo()
     x, weight = operands(40, 64, 70, torch.bfloat16)
     whole = tiled_linear(x, weight, None, batch_invariant=True)
@@ -178,7 +192,9 @@ def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch):
 def test_its_memory_stays_within_what_is_said(monkeypatch, width, threads):
     asked = []
     memory = amx._memory
-    monkeypatch.setattr(amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes))
+    monkeypatch.setattr(
+        amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes)
+    )
     x, weight = operands(700, width, 33, torch.float32)
     torch.set_num_threads(threads)
     assert amx_matmul(x, weight) is not None

@@ -1,4 +1,6 @@
-"""Attention of a batch's prompts equals the formula in float64, whatever they share and whatever a window hides."""
+"""Attention of a batch's prompts equals the formula in float64, whatever they share and whatever a
+window hides.
+"""
 
 import math
 import random
@@ -30,12 +32,17 @@ def formula(q, k, v, positions, scale, window, *rest):
     at = torch.arange(len(k))
     allowed = at <= positions[:, None]
     if window is not None:
-        allowed &= at >= torch.tensor([window.oldest(position) for position in positions.tolist()])[:, None]
+        allowed &= (
+            at
+            >= torch.tensor([window.oldest(position) for position in positions.tolist()])[:, None]
+        )
     return attention_formula(q, k, v, allowed, positions, scale, *rest)
 
 
 def assert_close(out, lse, exact, exact_lse, largest):
-    """A score is off by some units in its last place, and a weight by as much of itself; largest: of the values."""
+    """A score is off by some units in its last place, and a weight by as much of itself; largest:
+    of the values.
+    """
     bound = 1e-6 * (10 + max(exact_lse[~exact_lse.isinf()].abs().tolist(), default=0))
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound * largest)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=bound)
@@ -49,7 +56,9 @@ DRAWN = {
     "softcap": st.sampled_from([None, None, 2.0, 50.0]),
     "has_slopes": st.booleans(),
     "threads": st.integers(1, 3),
-    "window": st.sampled_from([None, None, Window(1), Window(7), Window(100), Window(7, True), Window(100, True)]),
+    "window": st.sampled_from(
+        [None, None, Window(1), Window(7), Window(100), Window(7, True), Window(100, True)]
+    ),
 }
 
 
@@ -64,20 +73,30 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
     # A beginning of all prompts, and longer ones of some, as a tree of prefixes has them.
     lengths = [draw.choice([1, 5, 64, 130]) for _ in range(draw.randrange(4))]
     starts = [0, *[lengths[0]] * (len(lengths) - 1)] if lengths else []
-    stored = [tuple(normal(key_heads, length + 3, dim)[:, 2:-1] for _ in "kv") for length in lengths]
+    stored = [
+        tuple(normal(key_heads, length + 3, dim)[:, 2:-1] for _ in "kv") for length in lengths
+    ]
     counts = [draw.randrange(1, 120) for _ in range(draw.randrange(1, 6))]
     total = sum(counts)
     k, v = (normal(total, key_heads, dim + 4)[..., :dim] for _ in "kv")
     q = normal(group * key_heads, total, dim).transpose(0, 1) * draw.choice([0.1, 1.0, 20.0])
     groups, positions, first = [], [], 0
     for count in counts:
-        shared = [] if not lengths else [0, *draw.sample(range(1, len(lengths)), k=min(1, len(lengths) - 1))]
+        shared = (
+            []
+            if not lengths
+            else [0, *draw.sample(range(1, len(lengths)), k=min(1, len(lengths) - 1))]
+        )
         shared = shared[: draw.randrange(len(shared) + 1)]
         is_prompt = not shared or draw.random() < 0.7
         groups.append(TokenGroup(first, count, shared, is_prompt=is_prompt))
         end = sum(lengths[number] for number in shared)
         # Tokens that decode are at any positions behind what they share.
-        positions += range(end, end + count) if is_prompt else [end + draw.randrange(90) for _ in range(count)]
+        positions += (
+            range(end, end + count)
+            if is_prompt
+            else [end + draw.randrange(90) for _ in range(count)]
+        )
         first += count
     table = SegmentTable.of(groups, positions, [*zip(lengths, starts)])
     slopes = torch.rand(group * key_heads, generator=numbers) if has_slopes else None
@@ -90,16 +109,23 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
             torch.cat([*(stored[number][i].transpose(0, 1) for number in tokens.shared), x])
             for i, x in enumerate((k[part], v[part]) if tokens.is_prompt else (k[:0], v[:0]))
         )
-        expected = formula(q[part], keys, values, torch.tensor(positions[part]), dim**-0.5, window, softcap, slopes)
+        expected = formula(
+            q[part], keys, values, torch.tensor(positions[part]), dim**-0.5, window, softcap, slopes
+        )
         sees_none = expected[1].isinf()
         expected[0][sees_none] = 0.0
         assert_close(out[part], lse[part], *expected, values.abs().max().item())
 
 
 def test_scores_beyond_what_an_exponential_holds():
-    """Differences of thousands between scores; equal scores; a first key that outweighs all later blocks."""
+    """Differences of thousands between scores; equal scores; a first key that outweighs all later
+    blocks.
+    """
     q = torch.ones(200, 1, 16)
-    k, v = torch.zeros(200, 1, 16), torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous()
+    k, v = (
+        torch.zeros(200, 1, 16),
+        torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous(),
+    )
     table = SegmentTable.of([TokenGroup(0, 200, is_prompt=True)], range(200))
     out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
@@ -114,31 +140,45 @@ def test_scores_beyond_what_an_exponential_holds():
 
 @pytest.mark.parametrize("keys", [8_000, 100_000])
 def test_what_each_of_many_keys_adds_beside_a_sink_is_not_lost(keys):
-    """A first key of weight 1, as trained models have, and many of e^-17: less than a unit in the sum's last place.
+    """A first key of weight 1, as trained models have, and many of e^-17: less than a unit in the
+    sum's last place.
 
     One sum in 32 bits would lose it. (Wherever segments end, bits are the same.)
     """
     q, k, v = torch.zeros(70, 1, 16), torch.zeros(keys, 1, 16), torch.ones(keys, 1, 16)
     q[..., 0], k[1:, 0, 0], v[0] = 1.0, -17.0, 0.0
     last, pair = keys - 70, tuple(x.transpose(0, 1) for x in (k, v))
-    behind = SegmentTable.of([TokenGroup(0, 70, (0,), is_prompt=True)], range(last, keys), [(last, 0)])
+    behind = SegmentTable.of(
+        [TokenGroup(0, 70, (0,), is_prompt=True)], range(last, keys), [(last, 0)]
+    )
     prefix = pair[0][:, :last], pair[1][:, :last]
     out, lse = (x[-1] for x in attend_segments(q, behind.at([prefix], (k[last:], v[last:])), 1.0))
     added = (keys - 1) * math.exp(-17)
-    assert (out.double() - added / (1 + added)).abs().max() < 1e-8 and abs(lse.item() - math.log1p(added)) < 1e-8
-    in_order = (torch.cat((torch.ones(1), torch.full((keys - 1,), math.exp(-17)))).numpy()).cumsum(dtype="float32")[-1]
+    assert (out.double() - added / (1 + added)).abs().max() < 1e-8 and abs(
+        lse.item() - math.log1p(added)
+    ) < 1e-8
+    in_order = (torch.cat((torch.ones(1), torch.full((keys - 1,), math.exp(-17)))).numpy()).cumsum(
+        dtype="float32"
+    )[-1]
     assert abs(math.log(in_order) - math.log1p(added)) > 1e-4
 
 
 @pytest.mark.parametrize("loops_are_used", [True, False])
 def test_scores_of_minus_infinity_alone_have_no_number(loops_are_used, monkeypatch):
-    """As elsewhere, where a softmax of them is none; a token that sees no key at all has 0, to be merged."""
+    """As elsewhere, where a softmax of them is none; a token that sees no key at all has 0, to be
+    merged.
+    """
     if not loops_are_used:
         monkeypatch.setattr(attention, "loops", lambda: None)
     q, k, v = torch.ones(3, 1, 16), torch.full((3, 1, 16), -math.inf), torch.ones(3, 1, 16)
-    out, _ = attend_segments(q, SegmentTable.of([TokenGroup(0, 3, is_prompt=True)], range(3)).at([], (k, v)), 1.0)
+    out, _ = attend_segments(
+        q, SegmentTable.of([TokenGroup(0, 3, is_prompt=True)], range(3)).at([], (k, v)), 1.0
+    )
     assert out.isnan().all()
-    pair, unseen = tuple(x.transpose(0, 1) for x in (k, v)), SegmentTable.of([TokenGroup(0, 1, (0,))], [9], [(3, 0)])
+    pair, unseen = (
+        tuple(x.transpose(0, 1) for x in (k, v)),
+        SegmentTable.of([TokenGroup(0, 1, (0,))], [9], [(3, 0)]),
+    )
     out, lse = attend_segments(q[:1], unseen.at([pair]), 1.0, (2, False))
     assert out.eq(0).all() and lse.eq(-math.inf).all()
 
@@ -153,9 +193,13 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
     # A wider cache of more slots, as blocks have; what nobody sees is no number.
     cache = torch.full((2, count + 1, key_heads, max(lasts) + 4, dim), math.nan, dtype=dtype)
     for slot, last in enumerate(lasts):
-        cache[:, slot, :, : last + 1] = torch.randn(2, key_heads, last + 1, dim, generator=numbers).to(dtype)
+        cache[:, slot, :, : last + 1] = torch.randn(
+            2, key_heads, last + 1, dim, generator=numbers
+        ).to(dtype)
     k, v = (x[:count, :, : max(lasts) + 1] for x in cache)
-    q = torch.randn(heads, count, dim, generator=numbers).transpose(0, 1) * draw.choice([0.1, 1.0, 5.0])
+    q = torch.randn(heads, count, dim, generator=numbers).transpose(0, 1) * draw.choice(
+        [0.1, 1.0, 5.0]
+    )
     slopes = torch.rand(heads, generator=numbers) if has_slopes else None
     seen = None if window is None else (window.tokens, window.is_chunked)
     torch.set_num_threads(threads)
@@ -164,7 +208,9 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
     for slot, last in enumerate(lasts):
         keys, values = (x[slot, :, : last + 1].float().transpose(0, 1) for x in (k, v))
         at = torch.tensor([last])
-        (expected,), (expected_lse,) = formula(q[slot : slot + 1], keys, values, at, dim**-0.5, window, softcap, slopes)
+        (expected,), (expected_lse,) = formula(
+            q[slot : slot + 1], keys, values, at, dim**-0.5, window, softcap, slopes
+        )
         assert_close(out[slot], lse[slot], expected, expected_lse, 5.0)
 
 
@@ -181,12 +227,16 @@ def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads():
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         for row, one in enumerate(alone):
-            assert all(torch.equal(whole[row], part[0]) for whole, part in zip(attended(*range(4)), one))
+            assert all(
+                torch.equal(whole[row], part[0]) for whole, part in zip(attended(*range(4)), one)
+            )
 
 
 @settings(max_examples=40)
 @given(**DRAWN)
-def test_the_same_bits_wherever_segments_end(seed, key_heads, group, dim, window, softcap, has_slopes, threads):
+def test_the_same_bits_wherever_segments_end(
+    seed, key_heads, group, dim, window, softcap, has_slopes, threads
+):
     """A prompt in one piece, behind any shared prefixes, and its last token as one that decodes."""
     draw, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
     total, heads = draw.randrange(2, 400), key_heads * group
@@ -209,7 +259,9 @@ def test_the_same_bits_wherever_segments_end(seed, key_heads, group, dim, window
     assert all(torch.equal(x[last:], y) for x, y in zip(whole, behind))
     begin, begun = last // BLOCK_KEYS * BLOCK_KEYS, Begun.empty(q[-1:])
     if begin:
-        table = SegmentTable.of([TokenGroup(0, 1, range(len(pairs)), end=begin)], [total - 1], shared)
+        table = SegmentTable.of(
+            [TokenGroup(0, 1, range(len(pairs)), end=begin)], [total - 1], shared
+        )
         attend_segments(q[-1:], table.at(pairs), *way, begun)
     groups = [TokenGroup(0, 1, range(len(pairs)), (0, last), begin=begin)]
     caches = tuple(x[last:].transpose(0, 1)[None] for x in (k, v))

@@ -1,4 +1,6 @@
-"""Norms, rotations, gates and the storing of new tokens equal their formulas in float64, for any shape and threads."""
+"""Norms, rotations, gates and the storing of new tokens equal their formulas in float64, for any
+shape and threads.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,13 @@ def normal(seed, *shape):
 
 
 @settings(max_examples=60)
-@given(width=st.integers(1, 3000), plus_one=st.booleans(), has_weight=st.booleans(), is_part=st.booleans(), **SHAPES)
+@given(
+    width=st.integers(1, 3000),
+    plus_one=st.booleans(),
+    has_weight=st.booleans(),
+    is_part=st.booleans(),
+    **SHAPES,
+)
 def test_norm(rows, threads, seed, width, plus_one, has_weight, is_part):
     x = normal(seed, rows, width + 5)[:, 3 : width + 3] if is_part else normal(seed, rows, width)
     weight = normal(seed + 1, width) if has_weight else None
@@ -32,10 +40,20 @@ def test_norm(rows, threads, seed, width, plus_one, has_weight, is_part):
 
 
 @settings(max_examples=60)
-@given(heads=st.integers(1, 9), half=st.integers(1, 70), more=st.integers(0, 20), is_part=st.booleans(), **SHAPES)
+@given(
+    heads=st.integers(1, 9),
+    half=st.integers(1, 70),
+    more=st.integers(0, 20),
+    is_part=st.booleans(),
+    **SHAPES,
+)
 def test_rotation(rows, threads, seed, heads, half, more, is_part):
     width = 2 * half + more
-    x = normal(seed, rows, heads + 2, width)[:, 1:-1] if is_part else normal(seed, rows, heads, width)
+    x = (
+        normal(seed, rows, heads + 2, width)[:, 1:-1]
+        if is_part
+        else normal(seed, rows, heads, width)
+    )
     cos, sin = normal(seed + 1, 2, rows, 1, 2 * half).unbind()
     torch.set_num_threads(threads)
     y = layer_rows.rotate(x, cos, sin)
@@ -72,7 +90,10 @@ def test_sums_and_biases(rows, threads, seed, width):
 def test_put(rows, threads, seed, heads, width, units):
     slots = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     units_of_rows = torch.randint(units, (rows,), generator=torch.Generator().manual_seed(seed))
-    target, new = normal(seed, rows, heads, units, width), normal(seed + 1, rows, 2 * heads, width)[:, ::2]
+    target, new = (
+        normal(seed, rows, heads, units, width),
+        normal(seed + 1, rows, 2 * heads, width)[:, ::2],
+    )
     expected = target.clone()
     expected.movedim(2, 1)[slots, units_of_rows] = new
     torch.set_num_threads(threads)
@@ -97,7 +118,13 @@ def test_what_is_no_number_stays_where_it_is(value):
 
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 def test_every_number_of_16_bits_is_activated(name):
-    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().view(16, -1)
+    x = (
+        torch.arange(1 << 16, dtype=torch.int32)
+        .to(torch.uint16)
+        .view(torch.bfloat16)
+        .float()
+        .view(16, -1)
+    )
     exact = F.silu(x.double()) if name == "silu" else F.gelu(x.double(), approximate="tanh")
     y = layer_rows.gate(name, x.clone(), torch.ones_like(x))
     finite = x.isfinite()
@@ -125,7 +152,9 @@ def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
     for part in (x.half(), x.t(), x[:0]):
         y = layer_rows.rms_norm(part, None, 1e-5, False)
         assert (y.shape, y.dtype) == (part.shape, part.dtype)
-    assert layer_rows.gate("relu", x.clone(), x) is layer_rows.gate("silu", x[:, :7], x[:, :7]) is None
+    assert (
+        layer_rows.gate("relu", x.clone(), x) is layer_rows.gate("silu", x[:, :7], x[:, :7]) is None
+    )
     heads, cos = x.view(4, 2, 32), x.view(4, 1, 64)[..., :32]
     assert layer_rows.rotate(heads.double(), cos, cos).dtype == torch.float64
     with pytest.raises(RuntimeError):
@@ -135,13 +164,17 @@ def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
     with pytest.raises(RuntimeError):
         layer_rows.add_bias(x.clone(), normal(1, 65))
     one = torch.zeros(1, dtype=torch.int64)
-    stored = layer_rows.put_rows(torch.zeros(1, 2, 3, 4, dtype=torch.uint8), one, one, torch.ones(1, 3, 4).byte())
+    stored = layer_rows.put_rows(
+        torch.zeros(1, 2, 3, 4, dtype=torch.uint8), one, one, torch.ones(1, 3, 4).byte()
+    )
     assert stored[0].flatten(1).tolist() == [[1] * 12, [0] * 12]
 
 
 @pytest.mark.parametrize("width", [4096, 16_384, 65_536])
 def test_a_norm_does_not_lose_small_elements_beside_a_large_one(width):
-    """Sums of 512 squares, added up in 64 bits; in one float32 sum those of the small ones are partly lost."""
+    """Sums of 512 squares, added up in 64 bits; in one float32 sum those of the small ones are
+    partly lost.
+    """
     x = torch.full((3, width), 0.05)
     x[:, 0] = 0.3 * width**0.5
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()

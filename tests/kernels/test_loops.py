@@ -1,4 +1,6 @@
-"""Compiled loops, whatever they compute: errors reach the caller, and what cannot be compiled is left to PyTorch."""
+"""Compiled loops, whatever they compute: errors reach the caller, and what cannot be compiled is
+left to PyTorch.
+"""
 
 import json
 import os
@@ -46,7 +48,9 @@ def test_an_error_in_a_loop_reaches_its_caller(threads, most_threads):
 
 
 def test_a_row_of_zeros_without_eps_is_divided_as_ieee_says(threads):
-    """As a padding token's embedding may be: its row is no number, and the rows behind it are as they were."""
+    """As a padding token's embedding may be: its row is no number, and the rows behind it are as
+    they were.
+    """
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     x[2] = 0
     y = layer_rows.rms_norm(x, torch.ones(64), 0.0, False)
@@ -63,7 +67,10 @@ def test_memory_of_loops_does_not_follow_the_default_dtype(threads, dtype):
     layer_rows._ones.cache_clear()
     torch.set_default_dtype(dtype)
     try:
-        results = layer_rows.rms_norm(x, weight, 1e-5, False), layer_rows.rms_norm(x, None, 1e-5, False)
+        results = (
+            layer_rows.rms_norm(x, weight, 1e-5, False),
+            layer_rows.rms_norm(x, None, 1e-5, False),
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(results[0], expected)
@@ -77,8 +84,14 @@ def writes_nothing(address):
 
 TRIED = [
     (attention.loops, attention_loop, "attend"),
-    *((layer_rows.loops, layer_loop, f"{name}_rows") for name in ("norm", "rotate", "combine", "bias", "put")),
-    *((kernels.loops, numba_kernels, name) for name in ("dequantize_rows", "dequantize_columns", "matmul_columns")),
+    *(
+        (layer_rows.loops, layer_loop, f"{name}_rows")
+        for name in ("norm", "rotate", "combine", "bias", "put")
+    ),
+    *(
+        (kernels.loops, numba_kernels, name)
+        for name in ("dequantize_rows", "dequantize_columns", "matmul_columns")
+    ),
     (packing.loops, packing_loop, "pack_columns"),
     (block_products.loops(BLOCK_FORMATS["Q6_K"]), block_products, "run_on_threads"),
 ]
@@ -86,10 +99,14 @@ TRIED = [
 
 @pytest.mark.parametrize(("loops", "owner", "name"), TRIED)
 def test_a_loop_that_writes_nothing_is_not_used(monkeypatch, loops, owner, name):
-    """As on a processor that we do not know. `test_vector_products.py` has other faults, and what is said."""
+    """As on a processor that we do not know. `test_vector_products.py` has other faults, and what
+    is said.
+    """
     module = loops()
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, (lambda *given: None) if name == "run_on_threads" else writes_nothing)
+        patch.setattr(
+            owner, name, (lambda *given: None) if name == "run_on_threads" else writes_nothing
+        )
         loops.forget()
         assert loops() is None and "it computes wrong numbers" in loops_in_use.values()
     loops.forget()
@@ -127,14 +144,18 @@ def test_a_variable_switches_all_loops_off(tmp_path):
 
 
 def test_whatever_numba_raises_when_it_is_imported_leaves_the_work_to_pytorch(tmp_path):
-    """Python code in the place of numba raises what it raises where no writable memory may be executed."""
+    """Python code in the place of numba raises what it raises where no writable memory may be
+    executed.
+    """
     (tmp_path / "numba.py").write_text("raise PermissionError(1, 'Operation not permitted')")
     reasons, messages = tried(tmp_path, f"sys.path.insert(0, {str(tmp_path)!r})")
     assert reasons == {"PermissionError: [Errno 1] Operation not permitted"} and len(messages) == 1
 
 
 def test_a_system_that_forbids_writable_executable_memory(tmp_path):
-    """Linux 6.3 and later refuse it for this process (PR_SET_MDWE), as systemd's MemoryDenyWriteExecute does."""
+    """Linux 6.3 and later refuse it for this process (PR_SET_MDWE), as systemd's
+    MemoryDenyWriteExecute does.
+    """
     forbid = "import ctypes, torch; torch.ones(64, 64) @ torch.ones(64, 64)\n" + (
         'if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0): print(\'[{"a": ""}, []]\'); sys.exit()'
     )
@@ -150,7 +171,9 @@ def test_a_damaged_cache_is_compiled_again_and_named(tmp_path):
         for path in tmp_path.rglob(f"*{suffix}"):
             path.write_bytes(path.read_bytes()[:-100])
         reasons, messages = tried(tmp_path)
-        assert reasons == {"compiled"} and messages and all(str(tmp_path) in text for text in messages), suffix
+        assert (
+            reasons == {"compiled"} and messages and all(str(tmp_path) in text for text in messages)
+        ), suffix
         assert tried(tmp_path) == ({"compiled"}, []), suffix
 
 
@@ -162,9 +185,13 @@ def test_loops_work_where_numba_can_write_nowhere(tmp_path):
 def test_another_system_is_refused_in_a_sentence(tmp_path):
     """Commands and the engine; help and the version are for everybody."""
     program = (
-        "import platform, sys; platform.system = lambda: 'Darwin'; from flexgen_helm.cli import main; sys.exit(main())"
+        "import platform, sys; platform.system = lambda: 'Darwin'; from flexgen_helm.cli import "
+        "main; sys.exit(main())"
     )
-    for argument, code, text in (("models", 2, "runs on Linux, and this is Darwin"), ("--version", 0, "")):
+    for argument, code, text in (
+        ("models", 2, "runs on Linux, and this is Darwin"),
+        ("--version", 0, ""),
+    ):
         command = [*python("all"), "-c", program, argument]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr

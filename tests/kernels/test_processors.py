@@ -1,4 +1,6 @@
-"""The compiled loops as numba makes them for other processors: fewer registers, narrower vectors, no 16-bit numbers."""
+"""The compiled loops as numba makes them for other processors: fewer registers, narrower vectors,
+no 16-bit numbers.
+"""
 
 import os
 import platform
@@ -26,7 +28,10 @@ print(*(loops() is not None for loops in blocks))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86 processors")
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_trials_on_a_lesser_processor(tmp_path, name):
-    variables = {"NUMBA_CPU_NAME": "haswell" if name == "avx2" else "generic", "NUMBA_CPU_FEATURES": PROCESSORS[name]}
+    variables = {
+        "NUMBA_CPU_NAME": "haswell" if name == "avx2" else "generic",
+        "NUMBA_CPU_FEATURES": PROCESSORS[name],
+    }
     done = subprocess.run(
         [*python("all"), "-c", TRIALS], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, **variables, "NUMBA_CACHE_DIR": str(tmp_path)},
@@ -39,7 +44,8 @@ def test_trials_on_a_lesser_processor(tmp_path, name):
 def test_loops_work_where_what_was_compiled_has_no_room(tmp_path):
     """A full disk, or `ulimit -f`: they are compiled in each process, and still used."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n" + (
-        "from flexgen_helm.kernels import vector_products; print(vector_products.loops() is not None)"
+        "from flexgen_helm.kernels import vector_products; print(vector_products.loops() is not "
+        "None)"
     )
     done = subprocess.run(
         [*python("all"), "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,

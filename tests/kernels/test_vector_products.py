@@ -31,7 +31,8 @@ def test_any_shape(rows, width, outputs, dtype, has_bias, threads):
     torch.set_num_threads(threads)
     y = vector_matmul(x, weight, bias)
     assert_is_product(y, x, weight, bias)
-    # The same bits alone, in other company, with some of the outputs, by one thread, and of a float32 copy.
+    # The same bits alone, in other company, with some of the outputs, by one thread, and of a
+    # float32 copy.
     torch.set_num_threads(1)
     row, output = rows // 2, outputs // 2
     alone = vector_matmul(x[row : row + 1].clone(), weight, bias)
@@ -43,7 +44,9 @@ def test_rows_of_several_passes_have_the_bits_of_one():
     x, weight = operands(150, 9_000, 5, torch.bfloat16)
     y = vector_matmul(x, weight)
     assert_is_product(y, x, weight, None)
-    assert all(torch.equal(vector_matmul(x[i : i + 3], weight), y[i : i + 3]) for i in (0, 14, 15, 147))
+    assert all(
+        torch.equal(vector_matmul(x[i : i + 3], weight), y[i : i + 3]) for i in (0, 14, 15, 147)
+    )
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2])

@@ -1,4 +1,6 @@
-"""The KV cache by itself: whatever the tier and the codec, a query reads what was written, in the defined version."""
+"""The KV cache by itself: whatever the tier and the codec, a query reads what was written, in the
+defined version.
+"""
 
 import random
 from dataclasses import replace
@@ -22,14 +24,25 @@ from tests.helpers.offload import tiers_of
 from tests.helpers.shares import share_of
 
 HEADS, DIM, LAYERS = 2, 16, 2
-CONFIG = replace(resolve("opt-125m").entry.config, num_layers=LAYERS, num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM)
+CONFIG = replace(
+    resolve("opt-125m").entry.config,
+    num_layers=LAYERS,
+    num_heads=HEADS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+)
 FORMATS = {
     "plain": None,
     "channels": CacheFormat(GroupFormat(4, 16, "out"), GroupFormat(4, 8, "in", "word"), 5),
     "token by token": CacheFormat(GroupFormat(4, 8, "in"), GroupFormat(4, 8, "in"), 3),
     "sparse": CacheFormat(None, None, 4, value_share=0.5),
 }
-HOMES = {"device": ("gpu", True), "host": ("cpu", True), "disk": ("disk", True), "disk of a host": ("disk", False)}
+HOMES = {
+    "device": ("gpu", True),
+    "host": ("cpu", True),
+    "disk": ("disk", True),
+    "disk of a host": ("disk", False),
+}
 
 
 class Reference:
@@ -45,10 +58,14 @@ class Reference:
 
     def add(self, sequence, layer, k, v):
         old = self.tokens.get((sequence, layer))
-        self.tokens[sequence, layer] = (k, v) if old is None else (torch.cat((old[0], k)), torch.cat((old[1], v)))
+        self.tokens[sequence, layer] = (
+            (k, v) if old is None else (torch.cat((old[0], k)), torch.cat((old[1], v)))
+        )
 
     def seen(self, cache, sequence, layer, position):
-        """What the query at `position` sees by the definition: older groups after a round trip, the rest as it was."""
+        """What the query at `position` sees by the definition: older groups after a round trip, the
+        rest as it was.
+        """
         k, v = self.tokens[sequence, layer]
         fmt = cache.codec.cache_format
         border = 0 if fmt is None else min(fmt.num_quantized(position), k.shape[0])
@@ -79,13 +96,16 @@ def placed(cache, block):
 
 
 def visible(cache, block, layer):
-    """For every sequence of a block, position -> (key, value) of all that its query reads, from all parts."""
+    """For every sequence of a block, position -> (key, value) of all that its query reads, from all
+    parts.
+    """
     found = [{} for _ in block.sequences]
     positions = torch.tensor([sequence.num_computed for sequence in block.sequences])
     for part in decode_parts(block, Queries(positions, 0, torch.float32), {None}, cache.codec):
         if part.is_sparse:
             keys = cache.read_keys(block, layer, part)
-            values = torch.full_like(keys, float("nan"))  # of sparse formats values are selected: tested elsewhere
+            # of sparse formats values are selected: tested elsewhere
+            values = torch.full_like(keys, float("nan"))
         else:
             keys, values = cache.read(block, layer, part)
         mask, columns = part.visible[None].mask, part.key_positions
@@ -113,12 +133,22 @@ def visible(cache, block, layer):
 def test_decoding_reads_what_was_written(
     tmp_path, name, home, prompts, steps, page_tokens, joins, prefetch, overlap, seed
 ):
-    """A growing block is replaced before each step that needs it; two blocks may begin apart and be joined."""
+    """A growing block is replaced before each step that needs it; two blocks may begin apart and be
+    joined.
+    """
     page_tokens = 0 if home.startswith("disk") else page_tokens
     cache, tiers = open_cache(tmp_path, home, FORMATS[name], overlap)
     reference, draw = Reference(seed), torch.Generator().manual_seed(seed)
     sequences = [
-        Sequence(SequenceKind.PROMPT, (), [1] * n, n, max_new_tokens=steps + 1, num_draws=1, needs_cache=True)
+        Sequence(
+            SequenceKind.PROMPT,
+            (),
+            [1] * n,
+            n,
+            max_new_tokens=steps + 1,
+            num_draws=1,
+            needs_cache=True,
+        )
         for n in prompts
     ]
     halves = [sequences[::2], sequences[1::2]] if joins else [sequences]
@@ -133,7 +163,11 @@ def test_decoding_reads_what_was_written(
         for step in range(steps):
             if page_tokens:
                 together = len(blocks) > 1 and step >= steps // 2
-                full = blocks if together else [block for block in blocks if block.longest > block.capacity]
+                full = (
+                    blocks
+                    if together
+                    else [block for block in blocks if block.longest > block.capacity]
+                )
                 for group in [full] if together else [[block] for block in full]:
                     moved = [sequence for block in group for sequence in block.sequences]
                     sources = [(sequence.block, sequence.slot) for sequence in moved]
@@ -142,9 +176,13 @@ def test_decoding_reads_what_was_written(
                     blocks = [block for block in blocks if block not in group] + [joined]
             for block in blocks:
                 decode_step(cache, block, reference, prefetch)
-                if len(block.sequences) > 1 and torch.rand((), generator=draw) < 0.3:  # one ends, the last moves there
+                # one ends, the last moves there
+                if len(block.sequences) > 1 and torch.rand((), generator=draw) < 0.3:
                     slot = int(torch.randint(len(block.sequences), (), generator=draw))
-                    last, gone = block.sequences.pop(), block.sequences[slot] if slot < len(block.sequences) else None
+                    last, gone = (
+                        block.sequences.pop(),
+                        block.sequences[slot] if slot < len(block.sequences) else None,
+                    )
                     if gone is not None:
                         cache.move(block, last.slot, slot, last.num_computed, gone.num_computed)
                         block.sequences[slot], last.slot = last, slot
@@ -158,7 +196,9 @@ def test_decoding_reads_what_was_written(
 
 
 def new_block(sequences, page_tokens):
-    """Seat sequences in a block that is wide enough for the next token, or for all of them without pages."""
+    """Seat sequences in a block that is wide enough for the next token, or for all of them without
+    pages.
+    """
     width = max(sequence.cache_tokens for sequence in sequences)
     if page_tokens:
         longest = max(max(sequence.num_computed, sequence.prompt_len) + 1 for sequence in sequences)
@@ -198,10 +238,14 @@ def decode_step(cache, block, reference, prefetch):
     overlap=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, home, groups, behind, overlap, seed):
+def test_readers_of_a_prefix_see_what_was_written(
+    tmp_path, name, home, groups, behind, overlap, seed
+):
     cache, tiers = open_cache(tmp_path, home, FORMATS[name], overlap)
     reference, length = Reference(seed), groups * (cache.prefix_multiple or 1)
-    prefix = Sequence(SequenceKind.SHARED_PREFIX, (), [1] * length, length, max_new_tokens=1, needs_cache=True)
+    prefix = Sequence(
+        SequenceKind.SHARED_PREFIX, (), [1] * length, length, max_new_tokens=1, needs_cache=True
+    )
     prefix.block, prefix.slot = CacheBlock(length, 1, [prefix]), 0
     positions = [length + n for n in behind]
     try:
@@ -225,7 +269,8 @@ def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, home, groups, 
                 keys, values = reference.seen(cache, prefix, layer, position)
                 assert sorted(seen[query]) == list(range(length))
                 assert all(
-                    torch.equal(k, keys[at]) and torch.equal(v, values[at]) for at, (k, v) in seen[query].items()
+                    torch.equal(k, keys[at]) and torch.equal(v, values[at])
+                    for at, (k, v) in seen[query].items()
                 )
     finally:
         cache.close()
@@ -234,17 +279,23 @@ def test_readers_of_a_prefix_see_what_was_written(tmp_path, name, home, groups, 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prompts_together_are_what_each_is_alone(name, monkeypatch):
-    """Units that are stored, and older tokens as quantizing leaves them: by `encode` and `round_trip` of one prompt."""
+    """Units that are stored, and older tokens as quantizing leaves them: by `encode` and
+    `round_trip` of one prompt.
+    """
     draw = random.Random(name)
     codec, reference = make_codec(FORMATS[name], HEADS, DIM, torch.float32), Reference(3)
     fmt, size = codec.cache_format, codec.group_tokens
     for most in (1, 100, 4096):
         monkeypatch.setattr("flexgen_helm.kv_cache.codec.QUANTIZED_TOKENS", most)
-        lengths = [draw.choice([1, size - 1 or 1, size, draw.randrange(1, 5 * size + 9)]) for _ in range(6)]
+        lengths = [
+            draw.choice([1, size - 1 or 1, size, draw.randrange(1, 5 * size + 9)]) for _ in range(6)
+        ]
         k, v = reference.new(sum(lengths))
         ends = list(accumulate(lengths))
         prompts = [(slice(end - n, end), draw.random() < 0.7) for n, end in zip(lengths, ends)]
-        for (tokens, is_stored), (units, older) in zip(prompts, codec.encode_prompts(k, v, prompts), strict=True):
+        for (tokens, is_stored), (units, older) in zip(
+            prompts, codec.encode_prompts(k, v, prompts), strict=True
+        ):
             alone_k, alone_v = k[tokens], v[tokens]
             whole = len(alone_k) // size * size
             if is_stored and whole:
@@ -255,4 +306,6 @@ def test_prompts_together_are_what_each_is_alone(name, monkeypatch):
             seen = fmt.num_quantized(len(alone_k) - 1) if fmt else 0
             assert len(older[0]) == len(older[1]) == seen
             if seen:
-                assert all(map(torch.equal, older, codec.round_trip(alone_k[:seen], alone_v[:seen])))
+                assert all(
+                    map(torch.equal, older, codec.round_trip(alone_k[:seen], alone_v[:seen]))
+                )

@@ -1,4 +1,6 @@
-"""The packed KV cache: what every query sees, against a slow direct formula, and the same on every path."""
+"""The packed KV cache: what every query sees, against a slow direct formula, and the same on every
+path.
+"""
 
 import itertools
 import math
@@ -53,7 +55,9 @@ def packed_tokens(x, fmt):
     flat = x.reshape(tokens, heads * dim)
     if not whole:
         return x
-    return torch.cat((dequantize(quantize(flat[:whole], fmt), fmt, whole, heads * dim), flat[whole:])).view(x.shape)
+    return torch.cat(
+        (dequantize(quantize(flat[:whole], fmt), fmt, whole, heads * dim), flat[whole:])
+    ).view(x.shape)
 
 
 def first_visible(position, start, window):
@@ -61,20 +65,32 @@ def first_visible(position, start, window):
     if window is None:
         return 0
     absolute = start + position
-    first = absolute - absolute % window.tokens if window.is_chunked else absolute - window.tokens + 1
+    first = (
+        absolute - absolute % window.tokens if window.is_chunked else absolute - window.tokens + 1
+    )
     return max(0, first - start)
 
 
 def direct(q, k, v, fmt, scale, slopes, start, window):
-    """Each query alone, in double precision: keys and values before its boundary packed, the others as they are."""
+    """Each query alone, in double precision: keys and values before its boundary packed, the others
+    as they are.
+    """
     k_packed, v_packed = packed_tokens(k, fmt.keys), packed_tokens(v, fmt.values)
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
     for p in range(q.shape[0]):
         border = fmt.num_quantized(p)
         first = first_visible(p, start, window)
-        keys = torch.cat((k_packed[:border], k[border : p + 1]))[first:].double().repeat_interleave(group, 1)
-        values = torch.cat((v_packed[:border], v[border : p + 1]))[first:].double().repeat_interleave(group, 1)
+        keys = (
+            torch.cat((k_packed[:border], k[border : p + 1]))[first:]
+            .double()
+            .repeat_interleave(group, 1)
+        )
+        values = (
+            torch.cat((v_packed[:border], v[border : p + 1]))[first:]
+            .double()
+            .repeat_interleave(group, 1)
+        )
         scores = torch.einsum("hd,shd->hs", q[p].double(), keys) * scale
         if slopes is not None:
             scores = scores + slopes[:, None].double() * (torch.arange(first, p + 1) - p)
@@ -102,7 +118,9 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, ali
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
     codec = QuantizedCodec(fmt, 2, 16, torch.float32)
-    prompt = PromptAttention(Sequence(SequenceKind.PROMPT, (), [1] * tokens, tokens, start), slice(0, tokens))
+    prompt = PromptAttention(
+        Sequence(SequenceKind.PROMPT, (), [1] * tokens, tokens, start), slice(0, tokens)
+    )
     config, cache = AttentionConfig(0.25, slopes=slopes), Mock(codec=codec)
     ((_, older),) = codec.encode_prompts(k, v, [(slice(0, tokens), False)])
     found, _ = prompt.attend(LayerAttention(Mock(), 0, window, config, cache), q, k, v, older)
@@ -122,19 +140,25 @@ def test_token_groups_come_back(name, groups, seed):
     draw = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(groups * codec.group_tokens, 3, 16, generator=draw) for _ in range(2))
     planes = codec.encode(k, v)
-    assert all(plane.shape == (groups, spec.unit_bytes) for plane, spec in zip(planes, codec.planes))
+    assert all(
+        plane.shape == (groups, spec.unit_bytes) for plane, spec in zip(planes, codec.planes)
+    )
     stored = tuple(plane[None] for plane in planes)
     decoded = [codec.decode(half, plane)[0].transpose(0, 1) for half, plane in enumerate(stored)]
     sides = zip(decoded, codec.round_trip(k, v), (k, v), (fmt.keys, fmt.values))
     for found, seen, x, part in sides:
         assert torch.equal(found, packed_tokens(x, part)) and torch.equal(seen, found)
     if name != "paper":
-        assert codec.unit_bytes == pytest.approx(2 * codec.group_tokens * 48 * fmt.bytes_per_value(4))
+        assert codec.unit_bytes == pytest.approx(
+            2 * codec.group_tokens * 48 * fmt.bytes_per_value(4)
+        )
         keys = codec.planes[0].unit_bytes
         assert codec.fetched_bytes == (codec.unit_bytes if fmt.value_share == 1 else keys)
     if fmt.value_share < 1:
         tokens = torch.randint(0, groups * codec.group_tokens, (2, 3, 7), generator=draw)
-        picked = codec.decode_selected(codec.select_values(torch.stack((planes[1], planes[1])), tokens))
+        picked = codec.decode_selected(
+            codec.select_values(torch.stack((planes[1], planes[1])), tokens)
+        )
         for row, head in itertools.product(range(2), range(3)):
             assert torch.equal(picked[row, head], decoded[1][tokens[row, head], head])
 
@@ -148,11 +172,15 @@ def asked(seed=0, count=7, most=30):
 
 def rescored(requests, results):
     whole = [[*r.prompt_token_ids, *a.completions[0].token_ids] for r, a in zip(requests, results)]
-    return [GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole]
+    return [
+        GenerationRequest(prompt_token_ids=ids, max_tokens=0, echo_logprobs=True) for ids in whole
+    ]
 
 
 def differences(requests, results, scored):
-    """Between the log-probabilities that were drawn with, and those of the same tokens in a prompt."""
+    """Between the log-probabilities that were drawn with, and those of the same tokens in a
+    prompt.
+    """
     found = []
     for request, result, score in zip(requests, results, scored, strict=True):
         assert result.error is None and score.error is None
@@ -169,8 +197,12 @@ def assert_same(requests, results, scored):
 @pytest.mark.fast(6)
 @pytest.mark.parametrize("name", [*FORMATS, "4bit", "paper-4bit"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, monkeypatch, name, value):
-    """1e30 is finite, but beyond every scale; what it leads to is a number or an error, of that request."""
+def test_a_value_that_cannot_be_packed_fails_its_request_alone(
+    tiny, tmp_path, monkeypatch, name, value
+):
+    """1e30 is finite, but beyond every scale; what it leads to is a number or an error, of that
+    request.
+    """
     honest = Decoder.embed
 
     def broken(self, weights, token_ids, positions):
@@ -187,7 +219,9 @@ def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, m
         expected = engine.run(clean)
         found = engine.run([*clean[:2], bad, *clean[2:]])
     failed = found.pop(2)
-    assert [r.completions[0].token_ids for r in found] == [r.completions[0].token_ids for r in expected]
+    assert [r.completions[0].token_ids for r in found] == [
+        r.completions[0].token_ids for r in expected
+    ]
     if not math.isfinite(value):
         assert isinstance(failed.error, NumericalError)
 
@@ -196,7 +230,9 @@ def test_a_value_that_cannot_be_packed_fails_its_request_alone(tiny, tmp_path, m
 @pytest.mark.parametrize("name", [*FORMATS, "4bit", "4bit-s", "paper-4bit"])
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
 def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
-    """Log-probabilities of drawn tokens, from the cache, are those of the same tokens in a prompt, without one."""
+    """Log-probabilities of drawn tokens, from the cache, are those of the same tokens in a prompt,
+    without one.
+    """
     requests = asked()
     with Engine.from_pretrained(tiny(variant).path, precision=name, offload_dir=tmp_path) as engine:
         results = engine.run(requests)
@@ -210,7 +246,9 @@ def test_decoding_sees_what_scoring_sees(tiny, tmp_path, variant, name):
 
 
 def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkeypatch):
-    """Over the link to host memory: the residual window and all older keys, and of the values the share."""
+    """Over the link to host memory: the residual window and all older keys, and of the values the
+    share.
+    """
     brought = {}
     prompt = [3 + i % 50 for i in range(85)]
     for share in (0.1, 1.0):
@@ -218,13 +256,24 @@ def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkey
         monkeypatch.setitem(PRECISIONS, "share", Precision("share", cache=fmt))
         limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB)
         with offloaded(
-            tiny, "opt", tmp_path, Policy(1, 1, 1, 0, 0, 1, 1, 0), device="sim", limits=limits, precision="share"
+            tiny,
+            "opt",
+            tmp_path,
+            Policy(1, 1, 1, 0, 0, 1, 1, 0),
+            device="sim",
+            limits=limits,
+            precision="share",
         ) as engine:
-            (result,) = engine.run([GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True)])
+            (result,) = engine.run(
+                [GenerationRequest(prompt_token_ids=prompt, max_tokens=9, ignore_eos=True)]
+            )
             assert result.error is None
             brought[share] = engine.last_run["bytes"]["cpu_to_gpu"]["cache"]
             codec = QuantizedCodec(
-                FORMATS["sparse channels"], engine.config.num_kv_heads, engine.config.head_dim, torch.float32
+                FORMATS["sparse channels"],
+                engine.config.num_kv_heads,
+                engine.config.head_dim,
+                torch.float32,
             )
             layers, token_value = engine.config.num_layers, engine.config.kv_size * (4 + 16 / 8) / 8
     keys = values = 0
@@ -252,22 +301,36 @@ def test_an_offloaded_cache_moves_what_the_plan_counts(tmp_path, tier, name):
     policy = Policy(8, 1, 1, 0, 0, float(tier == "cpu"), 1, 0)
     count, prompt, output = 8, 256, 65
     requests = [
-        GenerationRequest(prompt_token_ids=[5 + i, *range(10, 9 + prompt)], max_tokens=output, ignore_eos=True)
+        GenerationRequest(
+            prompt_token_ids=[5 + i, *range(10, 9 + prompt)], max_tokens=output, ignore_eos=True
+        )
         for i in range(count)
     ]
     limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
-    save_random(tmp_path / "model", llama_config(max_position_embeddings=prompt + output, head_dim=64), seed=1)
-    settings = dict(policy=policy, offload_dir=tmp_path / "disk", device="sim", limits=limits, precision=name)
+    save_random(
+        tmp_path / "model",
+        llama_config(max_position_embeddings=prompt + output, head_dim=64),
+        seed=1,
+    )
+    settings = dict(
+        policy=policy, offload_dir=tmp_path / "disk", device="sim", limits=limits, precision=name
+    )
     with Engine.from_pretrained(tmp_path / "model", **settings) as engine:
         assert all(result.error is None for result in engine.run(requests))
         moved, config = engine.last_run["bytes"], engine.config
         engine.ledger.check({"weights": engine.ledger.in_use})
-    second = replace(simulated_gpu(LAPTOP, (1, 1)), link=Link(1, 1, 1, 1), disk=Disk(1 << 40, 1, 1, access_s=0))
-    problem = planning_problem(config, second, Workload.uniform(prompt, output, count), precision=name, limits=limits)
+    second = replace(
+        simulated_gpu(LAPTOP, (1, 1)), link=Link(1, 1, 1, 1), disk=Disk(1 << 40, 1, 1, access_s=0)
+    )
+    problem = planning_problem(
+        config, second, Workload.uniform(prompt, output, count), precision=name, limits=limits
+    )
     costs = block_costs(problem, BlockShape(count, 1, ZIGZAG), resident=True)
     shares = fraction_vector(policy, True)
     names = {"to_gpu": "cpu_to_gpu", "to_cpu": "gpu_to_cpu"}
     names |= {"disk_read": "disk_to_cpu", "disk_write": "cpu_to_disk"} if tier == "disk" else {}
     for resource, link in names.items():
-        planned = float((costs.prefill[resource] + costs.decode_passes * costs.decode[resource]) @ shares)
+        planned = float(
+            (costs.prefill[resource] + costs.decode_passes * costs.decode[resource]) @ shares
+        )
         assert moved[link]["cache"] == pytest.approx(planned, rel=0.05)

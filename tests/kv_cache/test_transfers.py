@@ -1,4 +1,6 @@
-"""Fetches and stores of one layer keep the order in which they were submitted, whichever thread is faster."""
+"""Fetches and stores of one layer keep the order in which they were submitted, whichever thread is
+faster.
+"""
 
 import threading
 
@@ -31,7 +33,9 @@ class Scripted(HostStorage):
 @pytest.fixture
 def transfers(tmp_path):
     tiers = tiers_of(tmp_path)
-    prompt = Sequence(SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True)
+    prompt = Sequence(
+        SequenceKind.PROMPT, (), [1] * 3, 3, max_new_tokens=3, num_draws=1, needs_cache=True
+    )
     codec = make_codec(None, 1, 1, torch.float32)
     memory = MemoryStorage("cpu", codec, 1, 5, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
     made = Scripted(tiers, codec, CacheBlock(5, 1, [prompt]), memory)
@@ -44,7 +48,12 @@ class Step:
     """A transfer that begins, waits until it is let go, and ends."""
 
     def __init__(self, log, name):
-        self.log, self.name, self.begun, self.let_go = log, name, threading.Event(), threading.Event()
+        self.log, self.name, self.begun, self.let_go = (
+            log,
+            name,
+            threading.Event(),
+            threading.Event(),
+        )
 
     def __call__(self, after=None):
         self.log.append(f"{self.name} begins")
@@ -71,7 +80,9 @@ def test_a_fetch_waits_for_a_store_before_it(transfers, waits_first):
     fetch, store = Step(log, "fetch"), Step(log, "store")
     transfers.store(LAYER, store)
     transfers.fetch(LAYER, fetch)
-    waiting = threading.Thread(target=transfers.finish_stores, args=(LAYER,) if waits_first else (LAYER + 1,))
+    waiting = threading.Thread(
+        target=transfers.finish_stores, args=(LAYER,) if waits_first else (LAYER + 1,)
+    )
     waiting.start()
     assert store.begun.wait(20) and not fetch.begun.wait(0.2)
     fetch.let_go.set(), store.let_go.set()

@@ -1,6 +1,7 @@
 """An entry that a `config.json` leaves out has the value that `transformers` gives it.
 
-`save_pretrained` writes every entry, so no test of a saved model reaches these defaults. Published files omit some.
+`save_pretrained` writes every entry, so no test of a saved model reaches these defaults. Published
+files omit some.
 """
 
 from dataclasses import replace
@@ -15,7 +16,14 @@ from flexgen_helm.models.decoder_config import RopeConfig
 from tests.helpers.tiny_models import VARIANTS
 
 # Every published file has them, and our reader requires them.
-ALWAYS_THERE = {"model_type", "architectures", "vocab_size", "transformers_version", "torch_dtype", "dtype"}
+ALWAYS_THERE = {
+    "model_type",
+    "architectures",
+    "vocab_size",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+}
 
 
 def read(config):
@@ -44,17 +52,22 @@ def test_an_absent_entry_means_what_transformers_takes_it_for(name):
 
 
 WRONG = [
-    {"num_layers": 2.0}, {"num_layers": True}, {"norm_eps": "1e-5"}, {"norm_eps": None}, {"norm_eps": float("nan")},
-    {"gated_mlp": 1}, {"activation": "tanh"}, {"windows": [4]}, {"windows": (4, "4")}, {"attn_softcap": False},
-    {"rope": RopeConfig(factors=(1, "2"))}, {"experts": MoEConfig(4, 2, 8, dense_layers=(None,))},
+    {"num_layers": 2.0}, {"num_layers": True}, {"norm_eps": "1e-5"}, {"norm_eps": None},
+    {"norm_eps": float("nan")}, {"gated_mlp": 1}, {"activation": "tanh"}, {"windows": [4]},
+    {"windows": (4, "4")}, {"attn_softcap": False}, {"rope": RopeConfig(factors=(1, "2"))},
+    {"experts": MoEConfig(4, 2, 8, dense_layers=(None,))},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("entries", WRONG, ids=str)
 def test_a_value_of_another_type_is_refused_with_the_name_of_its_entry(entries):
-    """No number is a bool or text, nor the other way round; a whole number may stand for another one."""
+    """No number is a bool or text, nor the other way round; a whole number may stand for another
+    one.
+    """
     content = VARIANTS["llama"]().to_dict()
-    config = architecture_of_config({**content, "architectures": ["LlamaForCausalLM"]}).read_config(content)
+    config = architecture_of_config({**content, "architectures": ["LlamaForCausalLM"]}).read_config(
+        content
+    )
     check_config(replace(config, norm_eps=1, windows=(4, None)))
     inner = {"rope": "factors", "experts": "dense layers"}
     (name,) = entries

@@ -1,7 +1,10 @@
-"""Every entry of `config.json`, changed, removed, or of another model: the numbers of `transformers`, or a refusal.
+"""Every entry of `config.json`, changed, removed, or of another model: the numbers of
+`transformers`, or a refusal.
 
-An entry that `transformers` applies and the engine ignores, or the other way round, gives wrong numbers without a word.
-The weights have biases and a head for every architecture, so that an entry that turns them on finds them.
+An entry that `transformers` applies and the engine ignores, or the other way round, gives wrong
+numbers without a word.
+The weights have biases and a head for every architecture, so that an entry that turns them on finds
+them.
 """
 
 import json
@@ -22,11 +25,15 @@ from tests.helpers.parity import TOLERANCE
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import gemma3_with_images
 
-PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [30, 2], [5, 9, 31, 7, 7, 7, 1, 2, 3]]
+PROMPTS = [
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+    [30, 2],
+    [5, 9, 31, 7, 7, 7, 1, 2, 3],
+]
 SIZES = dict(
     vocab_size=33, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None, eos_token_id=0,
-    pad_token_id=0,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None,
+    eos_token_id=0, pad_token_id=0,
 )  # fmt: skip
 # Class -> configuration class, and what its sizes lack.
 CLASSES = {
@@ -51,9 +58,10 @@ CLASSES = {
 }  # fmt: skip
 # Without meaning for the numbers, or of how a program runs a model.
 IGNORED = {
-    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "initializer_range", "init_std",
-    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "id2label",
-    "label2id", "problem_type", "vocab_size", "is_encoder_decoder",
+    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version",
+    "initializer_range", "init_std", "use_cache", "return_dict", "output_hidden_states",
+    "output_attentions", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
+    "vocab_size", "is_encoder_decoder",
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Entries that no configuration here has by default, or none with these values.
@@ -76,7 +84,12 @@ ENTRIES = {
     "attn_config": [
         {name: value}
         for name, value in dict(
-            clip_qkv=0.5, qk_ln=True, prefix_lm=True, alibi=False, alibi_bias_max=4, softmax_scale=0.7
+            clip_qkv=0.5,
+            qk_ln=True,
+            prefix_lm=True,
+            alibi=False,
+            alibi_bias_max=4,
+            softmax_scale=0.7,
         ).items()
     ],
     "num_experts": [4],
@@ -85,7 +98,11 @@ ENTRIES = {
     "layer_types": [[SLIDING] * 2, [FULL, SLIDING], [FULL] * 2, [FULL] * 7],
     "sliding_window_pattern": [2],
     "_sliding_window_pattern": [2],
-    "per_layer_config": [{"0": {"num_key_value_heads": 2}}, {"0": {"sliding_window": 3}}, {"1": {"rms_norm_eps": 0.5}}],
+    "per_layer_config": [
+        {"0": {"num_key_value_heads": 2}},
+        {"0": {"sliding_window": 3}},
+        {"1": {"rms_norm_eps": 0.5}},
+    ],
     "mlp_only_layers": [[0], [1]],
     "decoder_sparse_step": [2],
     "final_logit_softcapping": [None, 3.0],
@@ -99,11 +116,25 @@ ENTRIES = {
 KIND = {
     "default": {},
     "linear": dict(factor=3.0),
-    "llama3": dict(factor=3.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=20),
+    "llama3": dict(
+        factor=3.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=20
+    ),
     "llama3 ": dict(factor=3.0, low_freq_factor=2.0, high_freq_factor=8.0),
     "yarn": dict(factor=3.0, original_max_position_embeddings=20),
-    "yarn ": dict(factor=3.0, original_max_position_embeddings=20, attention_factor=0.77, beta_fast=9.0, beta_slow=2.0),
-    "yarn  ": dict(factor=3.0, original_max_position_embeddings=20, mscale=0.7, mscale_all_dim=1.3, truncate=False),
+    "yarn ": dict(
+        factor=3.0,
+        original_max_position_embeddings=20,
+        attention_factor=0.77,
+        beta_fast=9.0,
+        beta_slow=2.0,
+    ),
+    "yarn  ": dict(
+        factor=3.0,
+        original_max_position_embeddings=20,
+        mscale=0.7,
+        mscale_all_dim=1.3,
+        truncate=False,
+    ),
     "yarn   ": dict(factor=3.0, mscale=0.7),
     "yarn    ": dict(factor=None, original_max_position_embeddings=16),
     "longrope": dict(original_max_position_embeddings=20),
@@ -130,27 +161,54 @@ def with_factors(kind, pairs):
 
 
 def ropes(name, base):
-    """Changes of a configuration that write a rotation in the ways of both versions of `transformers`."""
+    """Changes of a configuration that write a rotation in the ways of both versions of
+    `transformers`.
+    """
     head = base.get("head_dim") or base["hidden_size"] // base["num_attention_heads"]
-    without, beside = {"rope_parameters": REMOVED}, {"rope_theta": 50.0, "rope_local_base_freq": 9.0}
+    without, beside = (
+        {"rope_parameters": REMOVED},
+        {"rope_theta": 50.0, "rope_local_base_freq": 9.0},
+    )
     for kind in KIND:
         named = {"rope_type": kind.strip()}
         for part in (None, 0.5):
-            pairs = (head if part is None and name != "GPTNeoXForCausalLM" else int(head * (part or 0.25))) // 2
-            rope, inside = with_factors(kind, pairs), {} if part is None else {"partial_rotary_factor": part}
+            pairs = (
+                head
+                if part is None and name != "GPTNeoXForCausalLM"
+                else int(head * (part or 0.25))
+            ) // 2
+            rope, inside = (
+                with_factors(kind, pairs),
+                {} if part is None else {"partial_rotary_factor": part},
+            )
             yield {"rope_parameters": {**named, "rope_theta": 50.0, **rope, **inside}}
             yield {**without, "rope_theta": 50.0, "rope_scaling": {**named, **rope, **inside}}
-            yield {**without, "rope_theta": 50.0, "rope_scaling": {"type": kind.strip(), **rope}, **inside}
-        rope = {**named, **with_factors(kind, (head if name != "GPTNeoXForCausalLM" else head // 4) // 2)}
+            yield {
+                **without,
+                "rope_theta": 50.0,
+                "rope_scaling": {"type": kind.strip(), **rope},
+                **inside,
+            }
+        rope = {
+            **named,
+            **with_factors(kind, (head if name != "GPTNeoXForCausalLM" else head // 4) // 2),
+        }
         yield {"rope_scaling": rope}
-        yield {"rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": 9.0}}}
+        yield {
+            "rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": 9.0}}
+        }
         yield {"rope_parameters": {FULL: rope}, **beside}
         yield {"rope_parameters": {SLIDING: rope}, **beside}
         yield {
             "rope_parameters": {"rope_theta": 50.0, **rope},
-            **dict(original_max_position_embeddings=30, attention_factor=0.5, beta_fast=3.0, factor=7.0),
+            **dict(
+                original_max_position_embeddings=30, attention_factor=0.5, beta_fast=3.0, factor=7.0
+            ),
         }
-        yield {"rope_scaling": {"rope_theta": 50.0, **rope}, "rope_parameters": {"rope_theta": 9.0, **DEFAULT}}
+        yield {
+            "rope_scaling": {"rope_theta": 50.0, **rope},
+            "rope_parameters": {"rope_theta": 9.0, **DEFAULT},
+        }
     yield {**without, "rope_theta": 333.0}
     yield {**without, "rope_theta": 333.0, "rotary_emb_base": 50, "rotary_pct": 0.5}
     yield {**without, "rotary_emb_base": 50, "partial_rotary_factor": 0.5}
@@ -168,7 +226,9 @@ def variations(key, value):
         yield not value
     elif isinstance(value, int):
         yield from (value + 1, value - 1, value * 2)
-    elif isinstance(value, float) and "drop" not in key and "coef" not in key and "noise" not in key:
+    elif (
+        isinstance(value, float) and "drop" not in key and "coef" not in key and "noise" not in key
+    ):
         yield from (value * 1.7, int(value) + 1)
     elif isinstance(value, str) and value in ACT2FN:
         yield from sorted(ACT2FN.keys())
@@ -187,7 +247,9 @@ def changes(name):
     for key, value in foreign.items():
         if key not in IGNORED and key not in base:
             yield {key: value}
-            yield from ({key: changed} for changed in variations(key, value) if changed is not REMOVED)
+            yield from (
+                {key: changed} for changed in variations(key, value) if changed is not REMOVED
+            )
     for key, values in ENTRIES.items():
         yield from ({key: value} for value in values)
     if "rope_parameters" in base:
@@ -231,11 +293,18 @@ def outcome(name, folder, changed):
     cls = getattr(transformers, name)
     try:
         with torch.no_grad():
-            model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-            expected = [torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1) for prompt in PROMPTS]
+            model = cls.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            expected = [
+                torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1) for prompt in PROMPTS
+            ]
     except Exception as error:
         return f"transformers: {type(error).__name__}"
-    asked = [GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True) for prompt in PROMPTS]
+    asked = [
+        GenerationRequest(prompt_token_ids=prompt, max_tokens=0, echo_logprobs=True)
+        for prompt in PROMPTS
+    ]
     try:
         with Engine.from_pretrained(folder, unverified=True) as engine:
             results = engine.run(asked)
@@ -269,19 +338,40 @@ def folders(tmp_path_factory):
     transformers.logging.set_verbosity_warning()
 
 
-ROTARY = ("LlamaForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM", "Gemma3ForCausalLM")
+ROTARY = (
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Gemma3ForCausalLM",
+)
 LONGROPE = dict(rope_type="longrope", rope_theta=50.0, original_max_position_embeddings=20)
 # What releases of the engine once got wrong; the whole matrix is below.
 FOUND = [
     *((name, {"partial_rotary_factor": 0.5}) for name in ROTARY),
-    *((name, {"rope_parameters": REMOVED, "rope_theta": 50.0, "partial_rotary_factor": 0.5}) for name in ROTARY),
+    *(
+        (name, {"rope_parameters": REMOVED, "rope_theta": 50.0, "partial_rotary_factor": 0.5})
+        for name in ROTARY
+    ),
     ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 3.0, "rope_theta": 9.0}}),
-    ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "yarn", **KIND["yarn"]}, "beta_fast": 3.0, "factor": 7.0}),
+    (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "yarn", **KIND["yarn"]}, "beta_fast": 3.0, "factor": 7.0},
+    ),
     ("LlamaForCausalLM", {"rope_scaling": KIND["llama3"], "original_max_position_embeddings": 30}),
     ("GPTNeoXForCausalLM", {"rope_parameters": REMOVED, "rope_theta": 333.0}),
-    ("GPTNeoXForCausalLM", {"rope_parameters": REMOVED, "rope_theta": 77.0, "rotary_emb_base": 333}),
-    ("Gemma3ForCausalLM", {"rope_parameters": {FULL: {"rope_type": "default"}}, "rope_theta": 50.0}),
-    ("Gemma3ForCausalLM", {"rope_parameters": {SLIDING: {"rope_type": "default"}}, "rope_theta": 50.0}),
+    (
+        "GPTNeoXForCausalLM",
+        {"rope_parameters": REMOVED, "rope_theta": 77.0, "rotary_emb_base": 333},
+    ),
+    (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": {FULL: {"rope_type": "default"}}, "rope_theta": 50.0},
+    ),
+    (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": {SLIDING: {"rope_type": "default"}}, "rope_theta": 50.0},
+    ),
     ("MistralForCausalLM", {"layer_types": [FULL, SLIDING]}),
     ("MistralForCausalLM", {"attention_bias": True}),
     ("Phi3ForCausalLM", {"mlp_bias": True}),
@@ -302,10 +392,18 @@ def test_an_entry_means_what_it_means_to_transformers(name, changed, folders):
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("LlamaForCausalLM", {"model_type": "mistral"}, "LlamaForCausalLM with the model_type 'mistral'"),
+        (
+            "LlamaForCausalLM",
+            {"model_type": "mistral"},
+            "LlamaForCausalLM with the model_type 'mistral'",
+        ),
         ("LlamaForCausalLM", {"is_causal": False}, "llama with is_causal false"),
         ("GPT2LMHeadModel", {"is_causal": False}, "gpt2 with is_causal false"),
-        ("BloomForCausalLM", {"per_layer_config": {"0": {"n_head": 2}}}, "bloom with per_layer_config"),
+        (
+            "BloomForCausalLM",
+            {"per_layer_config": {"0": {"n_head": 2}}},
+            "bloom with per_layer_config",
+        ),
         (
             "Qwen2ForCausalLM",
             {"rope_parameters": {FULL: {"rope_type": "default"}}},
@@ -314,7 +412,13 @@ def test_an_entry_means_what_it_means_to_transformers(name, changed, folders):
         ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope'"),
         (
             "Olmo2ForCausalLM",
-            {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "partial_rotary_factor": 0.5}},
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "factor": 3.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
             "rope type 'linear' with the partial_rotary_factor 0.5",
         ),
         (
@@ -323,13 +427,21 @@ def test_an_entry_means_what_it_means_to_transformers(name, changed, folders):
             "Phi-3 with the rope type 'linear'",
         ),
         ("GPTNeoXForCausalLM", {"head_dim": 12}, "head_dim of its own"),
-        ("Gemma3ForCausalLM", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, "not by kind of layer"),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+            "not by kind of layer",
+        ),
         (
             "Gemma3ForCausalLM",
             {"rope_parameters": REMOVED, "rope_scaling": {"type": "linear", "factor": 3.0}},
             "by type instead of rope_type",
         ),
-        ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 3.0, "truncate": False}}, "truncate"),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 3.0, "truncate": False}},
+            "truncate",
+        ),
     ],
 )
 def test_what_no_record_has_is_refused_by_name(name, changed, message, folders):
@@ -348,9 +460,14 @@ def test_what_no_record_has_is_refused_by_name(name, changed, message, folders):
     ],
 )
 def test_longrope_is_served_up_to_the_original_context(name, attention, folders):
-    """Beyond it every token has other keys, those of shorter texts beside included; such a text is refused alone."""
+    """Beyond it every token has other keys, those of shorter texts beside included; such a text is
+    refused alone.
+    """
     pairs = 2 if name == "GPTNeoXForCausalLM" else 6
-    factors = {"short_factor": [1 + i / 4 for i in range(pairs)], "long_factor": [4.0 + i for i in range(pairs)]}
+    factors = {
+        "short_factor": [1 + i / 4 for i in range(pairs)],
+        "long_factor": [4.0 + i for i in range(pairs)],
+    }
     rope = {**LONGROPE, **factors, **attention}
     changed = {"rope_parameters": {FULL: rope} if name == "Gemma3ForCausalLM" else rope}
     if name == "Phi3ForCausalLM":  # whose default stands beside the parameters
@@ -358,7 +475,9 @@ def test_longrope_is_served_up_to_the_original_context(name, attention, folders)
     found = outcome(name, folders(name), changed)
     assert not isinstance(found, str), found
     assert found < TOLERANCE
-    asked = [GenerationRequest(prompt_token_ids=[5] * length, max_tokens=1) for length in (21, 20, 3)]
+    asked = [
+        GenerationRequest(prompt_token_ids=[5] * length, max_tokens=1) for length in (21, 20, 3)
+    ]
     with Engine.from_pretrained(folders(name)) as engine:
         assert engine.config.max_positions == 20
         results = engine.run(asked)

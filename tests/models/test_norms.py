@@ -7,7 +7,10 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNorm,
+    Qwen3NextRMSNormGated,
+)
 
 from flexgen_helm.kernels.layer_rows import rms_norm
 from flexgen_helm.models.transformers_backend.decoder import rms_norm_of
@@ -20,7 +23,8 @@ def random_rows(seed, *shape, scale=1.0):
 
 
 def test_one_is_added_before_the_weight_is_rounded():
-    weight = torch.full((SIZE,), 2.0**-9, dtype=torch.bfloat16)  # lost if it is added to 1 in 16 bits
+    # lost if it is added to 1 in 16 bits
+    weight = torch.full((SIZE,), 2.0**-9, dtype=torch.bfloat16)
     x = random_rows(0, 1, SIZE, scale=100).to(torch.bfloat16)
     rows = x.double()
     exact = rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + 1)
@@ -37,7 +41,9 @@ def test_norms_of_transformers_are_recognized(norm, dtype):
     x = random_rows(1, 1, 5, SIZE).to(dtype)
     found = rms_norm_of(module)
     assert found is not None
-    torch.testing.assert_close(found(x), module(x), rtol=2e-6 if dtype == torch.float32 else 2**-9, atol=1e-6)
+    torch.testing.assert_close(
+        found(x), module(x), rtol=2e-6 if dtype == torch.float32 else 2**-9, atol=1e-6
+    )
 
 
 def test_weights_that_stay_in_float32_do_so():

@@ -1,4 +1,6 @@
-"""Layers that keep a state of each sequence (Qwen3.5, Falcon-H1): nothing is lost, and nothing taken in twice."""
+"""Layers that keep a state of each sequence (Qwen3.5, Falcon-H1): nothing is lost, and nothing
+taken in twice.
+"""
 
 from dataclasses import replace
 
@@ -36,7 +38,8 @@ def hybrid(tmp_path_factory):
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
-    "options", [{}, {"schedule": "row"}, {"schedule": "zigzag", "policy": Policy(2, 2, 0, 0.5, 0, 0)}]
+    "options",
+    [{}, {"schedule": "row"}, {"schedule": "zigzag", "policy": Policy(2, 2, 0, 0.5, 0, 0)}],
 )
 def test_several_completions_go_on_from_one_prompt(hybrid, options, tmp_path):
     model, folder = hybrid
@@ -57,7 +60,9 @@ def test_prompts_alone_layer_by_layer(hybrid):
 
 @pytest.mark.parametrize("two_versions", [True, False])
 def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two_versions):
-    """Memory runs out behind the first layers of a pass that decodes; the inverse: with one version it would show."""
+    """Memory runs out behind the first layers of a pass that decodes; the inverse: with one version
+    it would show.
+    """
     model, folder = hybrid
     failures = []
 
@@ -94,7 +99,8 @@ def test_answers_that_grow_by_pages_and_are_preempted(monkeypatch, tmp_path):
 
     def failing(self, block, sources):
         calls.append(len(sources))
-        if len(calls) in (2, 5):  # no room for the larger block: its sequences give their caches back
+        # no room for the larger block: its sequences give their caches back
+        if len(calls) in (2, 5):
             for source in dict.fromkeys(source for source, _ in sources):
                 self.free(source)
             raise MemoryLimitError("no room")
@@ -109,12 +115,16 @@ def test_answers_that_grow_by_pages_and_are_preempted(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_a_scan_that_drops_the_state_before_goes_on_token_by_token(monkeypatch, one_by_one, tmp_path):
+def test_a_scan_that_drops_the_state_before_goes_on_token_by_token(
+    monkeypatch, one_by_one, tmp_path
+):
     """Jamba's scan begins with zeros whenever it is given several tokens; the inverse: it shows."""
     if not one_by_one:
         monkeypatch.setattr(trace, "_ignores_a_state", lambda *given: False)
     difference, config = largest_difference("JambaForCausalLM", tmp_path, {})
-    assert [kind.mixer.one_by_one for kind in config.modules.kinds if kind.mixer is not None] == [one_by_one]
+    assert [kind.mixer.one_by_one for kind in config.modules.kinds if kind.mixer is not None] == [
+        one_by_one
+    ]
     assert (difference < TOLERANCE) == one_by_one
 
 
@@ -127,7 +137,9 @@ def test_a_state_that_nobody_goes_on_from_is_refused(monkeypatch):
 
 @pytest.mark.one_release
 def test_states_are_counted(tmp_path):
-    """Within limits that hold a few states, a run ends with the same answers, and its peak is below them."""
+    """Within limits that hold a few states, a run ends with the same answers, and its peak is below
+    them.
+    """
     torch.manual_seed(0)
     config = tiny_config(HYBRID)
     config.num_hidden_layers, config.layer_types = 4, ["linear_attention", "full_attention"] * 2
@@ -138,9 +150,13 @@ def test_states_are_counted(tmp_path):
     asked = requests(12)
     with Engine.from_pretrained(tmp_path / "model") as engine:
         needed = engine.run(asked) and engine.last_run["peak_bytes"]["cpu"]
-        assert engine.config.attention_flops(3, 5) == 4 * 2 * engine.config.q_size * 3 * 5, "of the two that attend"
+        assert engine.config.attention_flops(3, 5) == 4 * 2 * engine.config.q_size * 3 * 5, (
+            "of the two that attend"
+        )
     limits = MemoryLimits(cpu=int(0.3 * needed), disk=256 * MIB)
-    with Engine.from_pretrained(tmp_path / "model", limits=limits, offload_dir=tmp_path / "tiers") as engine:
+    with Engine.from_pretrained(
+        tmp_path / "model", limits=limits, offload_dir=tmp_path / "tiers"
+    ) as engine:
         results, record = engine.run(asked), engine.last_run
     assert record["peak_bytes"]["cpu"] <= limits.cpu
     assert max(off(model, result) for result in results) < TOLERANCE

@@ -1,4 +1,6 @@
-"""Hidden states that wait between stages: every row comes back, and no tier takes more than it has room for."""
+"""Hidden states that wait between stages: every row comes back, and no tier takes more than it has
+room for.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ def store_of(folder, fractions, limits):
     batches=st.lists(st.integers(1, 40), min_size=1, max_size=7),
 )
 def test_shares_that_fill_a_tier_to_the_byte_have_room(tmp_path, shares, batches):
-    """As plans do: a share of all rows is not one of each batch in whole rows. The last tier has the rest."""
+    """As plans do: a share of all rows is not one of each batch in whole rows. The last tier has
+    the rest.
+    """
     fractions = {tier: share / sum(shares) for tier, share in zip(TIERS, shares)}
     rows = sum(batches)
     last = [tier for tier in TIERS if fractions[tier] > 0][-1]
@@ -50,7 +54,9 @@ def test_shares_that_fill_a_tier_to_the_byte_have_room(tmp_path, shares, batches
 
 def test_rows_that_no_tier_has_room_for_are_refused(tmp_path):
     store, tiers = store_of(
-        tmp_path, {"gpu": 0.5, "cpu": 0.5, "disk": 0.0}, {"gpu": 0, "cpu": 9 * ROW_BYTES, "disk": 999}
+        tmp_path,
+        {"gpu": 0.5, "cpu": 0.5, "disk": 0.0},
+        {"gpu": 0, "cpu": 9 * ROW_BYTES, "disk": 999},
     )
     try:
         store.store(0, torch.randn(9, WIDTH))

@@ -1,4 +1,6 @@
-"""The disk tier: what is written is read, directly or not; what breaks is one clear sentence; dead runs are swept."""
+"""The disk tier: what is written is read, directly or not; what breaks is one clear sentence; dead
+runs are swept.
+"""
 
 import errno
 import os
@@ -61,7 +63,9 @@ def test_what_is_written_is_read_and_lies_in_the_file(tmp_path, mode):
     file = DirectFile(path, 5 * ALIGNMENT - 7, create=True)
     if mode != "direct":
         assert not file.direct
-    assert path.stat().st_size == 5 * ALIGNMENT == path.stat().st_blocks * 512, "blocks are not set aside"
+    assert path.stat().st_size == 5 * ALIGNMENT == path.stat().st_blocks * 512, (
+        "blocks are not set aside"
+    )
     file.write(ALIGNMENT, page(3, 4))
     file.write(0, page(1))
     buffer = page(9, 9, 9)
@@ -78,7 +82,11 @@ def test_what_is_written_is_read_and_lies_in_the_file(tmp_path, mode):
 
 
 @settings(max_examples=30)
-@given(writes=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 255)), max_size=12))
+@given(
+    writes=st.lists(
+        st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 255)), max_size=12
+    )
+)
 def test_any_order_of_writes_leaves_the_last_of_each_page(tmp_path, mode, monkeypatch, writes):
     monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)
     path = tmp_path / f"f{time.monotonic_ns()}"
@@ -151,12 +159,18 @@ def test_a_dead_run_is_swept_away_and_a_living_one_stays(tmp_path):
     dead, dead_run = holder(tmp_path)
     living, living_run = holder(tmp_path, 2)
     dead.send_signal(signal.SIGKILL)
-    dead.stdout.read()  # until the fork, too, has been killed; an end of its input would let it clean up
+    # until the fork, too, has been killed; an end of its input would let it clean up
+    dead.stdout.read()
     dead.communicate(timeout=30)
     assert names(tmp_path) >= {dead_run, f"{dead_run}.lock"}
     (tmp_path / "run-1-0").mkdir()  # its lock was lost: nobody holds it
     mine = OffloadDirectory(tmp_path)
-    assert names(tmp_path) == {mine.run.name, f"{mine.run.name}.lock", living_run, f"{living_run}.lock"}
+    assert names(tmp_path) == {
+        mine.run.name,
+        f"{mine.run.name}.lock",
+        living_run,
+        f"{living_run}.lock",
+    }
     assert (tmp_path / living_run / "cache-1").stat().st_size == 8192
     out, _ = living.communicate("x\n", timeout=30)
     assert out.split() == ["True"] and living.returncode == 0
@@ -176,7 +190,9 @@ def test_a_name_that_another_container_holds_is_passed_over(tmp_path, monkeypatc
 
 def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match="file/below cannot be used: Not a directory; name another"):
+    with pytest.raises(
+        OffloadError, match=("file/below cannot be used: Not a directory; name another")
+    ):
         OffloadDirectory(tmp_path / "file" / "below")
 
 
@@ -186,12 +202,17 @@ def test_packed_weights_that_cannot_be_kept_are_packed_in_memory(tiny, tmp_path,
     request = GenerationRequest(prompt_token_ids=[5, 9, 7], max_tokens=2, echo_logprobs=True)
     results, events = [], []
     for _ in range(2):
-        with observed_by(events.append), Engine.from_pretrained(tiny("mixtral").path, precision="4bit") as engine:
+        with (
+            observed_by(events.append),
+            Engine.from_pretrained(tiny("mixtral").path, precision="4bit") as engine,
+        ):
             results.append(engine.run([request])[0])
         shutil.rmtree(tmp_path / "offload", ignore_errors=True)
         (tmp_path / "offload").write_text("")
     assert_same(results[:1], results[1:], 1e-6)
-    assert sum("packed again by the next run" in getattr(event, "text", "") for event in events) == 1
+    assert (
+        sum("packed again by the next run" in getattr(event, "text", "") for event in events) == 1
+    )
 
 
 # Weights files.
@@ -325,10 +346,15 @@ def run_engine(model, folder, limit, policy, precision="fp16"):
 
 def answers(tiny, folder, on_disk, precision="fp16"):
     """What the engine draws, here in this process."""
-    policy, limits = ON_DISK[on_disk] if on_disk else "auto", MemoryLimits(cpu=64 << 20, disk=256 << 20)
+    policy, limits = (
+        ON_DISK[on_disk] if on_disk else "auto",
+        MemoryLimits(cpu=64 << 20, disk=256 << 20),
+    )
     options = dict(policy=policy, offload_dir=folder, limits=limits, precision=precision)
     with Engine.from_pretrained(tiny("llama").path, **options) as engine:
-        requests = [GenerationRequest(prompt_token_ids=[5 + i] * 60, max_tokens=20) for i in range(8)]
+        requests = [
+            GenerationRequest(prompt_token_ids=[5 + i] * 60, max_tokens=20) for i in range(8)
+        ]
         return [result.completions[0].token_ids for result in engine.run(requests)]
 
 
@@ -336,11 +362,19 @@ def test_a_file_limit_is_an_error_of_its_own_and_nothing_is_left(tiny, tmp_path)
     """By `ulimit -f`, which every system has: the first file that grows too large is refused."""
     done = run_engine(tiny("llama").path, tmp_path, 4096, ON_DISK["weights"], "8bit")
     assert done.returncode == 1 and done.stderr == "", done.stderr
-    assert done.stdout.startswith("DiskFullError") and "ulimit -f" in done.stdout and done.stdout.count("\n") == 1
+    assert (
+        done.stdout.startswith("DiskFullError")
+        and "ulimit -f" in done.stdout
+        and done.stdout.count("\n") == 1
+    )
     (weights,) = names(tmp_path)
-    assert not [path for path in (tmp_path / weights).iterdir() if path.name.endswith((".part", ".tmp"))]
+    assert not [
+        path for path in (tmp_path / weights).iterdir() if path.name.endswith((".part", ".tmp"))
+    ]
     # The same directory serves once there is room.
-    assert answers(tiny, tmp_path, "weights", "8bit") == answers(tiny, tmp_path / "other", None, "8bit")
+    assert answers(tiny, tmp_path, "weights", "8bit") == answers(
+        tiny, tmp_path / "other", None, "8bit"
+    )
 
 
 @pytest.fixture(name="small_disk")
@@ -349,12 +383,23 @@ def small_disk_(tmp_path):
         yield folder
 
 
-@pytest.mark.parametrize("limits", [MemoryLimits(cpu=60 << 20), MemoryLimits(cpu=60 << 20, disk=1 << 30)])
-def test_a_disk_without_room_for_weights_is_told_before_anything_is_measured(small_disk, limits, monkeypatch):
-    monkeypatch.setattr("flexgen_helm.planner.planner.Planner._rates", lambda *arguments: pytest.fail("measured"))
-    told = rf"^{small_disk} has 256 KiB free, and weights need \d\d\d MiB there: make room, name another folder"
+@pytest.mark.parametrize(
+    "limits", [MemoryLimits(cpu=60 << 20), MemoryLimits(cpu=60 << 20, disk=1 << 30)]
+)
+def test_a_disk_without_room_for_weights_is_told_before_anything_is_measured(
+    small_disk, limits, monkeypatch
+):
+    monkeypatch.setattr(
+        "flexgen_helm.planner.planner.Planner._rates", lambda *arguments: pytest.fail("measured")
+    )
+    told = (
+        rf"^{small_disk} has 256 KiB free, and weights need \d\d\d MiB there: make room, name "
+        r"another folder"
+    )
     with pytest.raises(MemoryLimitError, match=told):
-        Engine.from_pretrained("opt-125m", weights="dummy", device="cpu", limits=limits, offload_dir=small_disk)
+        Engine.from_pretrained(
+            "opt-125m", weights="dummy", device="cpu", limits=limits, offload_dir=small_disk
+        )
 
 
 @pytest.mark.parametrize("kind", ["weights", "cache"])
@@ -367,7 +412,11 @@ def test_a_full_disk_ends_the_run_with_one_sentence(tiny, small_disk, kind):
         and re.search(r"bytes\)? free", done.stdout)
         and done.stdout.count("\n") == 1
     )
-    left = [path for path in small_disk.rglob("*") if path.name.startswith("run-") or path.suffix in (".part", ".tmp")]
+    left = [
+        path
+        for path in small_disk.rglob("*")
+        if path.name.startswith("run-") or path.suffix in (".part", ".tmp")
+    ]
     assert left == []
 
 
@@ -388,7 +437,9 @@ def test_files_that_cannot_be_deleted_any_more_end_no_run(tmp_path, monkeypatch)
     assert not [*tmp_path.glob("run-*")]
 
 
-@pytest.mark.parametrize("columns", [3, 96, 40_000], ids=["several rows a page", "a few", "rows of many pages"])
+@pytest.mark.parametrize(
+    "columns", [3, 96, 40_000], ids=["several rows a page", "a few", "rows of many pages"]
+)
 def test_looked_up_rows_are_the_tables_and_far_ones_are_read_alone(tmp_path, columns):
     table = torch.randn(12_000_000 // columns, columns).to(torch.float16)
     file = DirectFile(tmp_path / "table", aligned(8 + table.nbytes), create=True)
@@ -398,7 +449,11 @@ def test_looked_up_rows_are_the_tables_and_far_ones_are_read_alone(tmp_path, col
     tiers = tiers_of(tmp_path / "offload")
     matrix = DiskMatrix(tiers, file, tuple(table.shape), table.dtype, offset=8)
     few = torch.tensor([len(table) - 1, 0, len(table) // 2, 0])
-    for rows in (few, torch.randint(len(table), (2_000,)), torch.arange(len(table) - 5, len(table))):
+    for rows in (
+        few,
+        torch.randint(len(table), (2_000,)),
+        torch.arange(len(table) - 5, len(table)),
+    ):
         assert torch.equal(matrix.gather(rows), table[rows])
     tiers.stats.reset()
     matrix.gather(few)

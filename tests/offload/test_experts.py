@@ -1,4 +1,6 @@
-"""Experts from slower tiers: what is read is what tokens were routed to, with the same values, and nothing hangs."""
+"""Experts from slower tiers: what is read is what tokens were routed to, with the same values, and
+nothing hangs.
+"""
 
 import gc
 import random
@@ -19,7 +21,15 @@ from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.experts import ExpertStreamer
 from tests.helpers.backend_models import off, saved
-from tests.helpers.offload import MIB, claims, offloaded, tiers_of, with_expert_slots, within, workload
+from tests.helpers.offload import (
+    MIB,
+    claims,
+    offloaded,
+    tiers_of,
+    with_expert_slots,
+    within,
+    workload,
+)
 from tests.helpers.parity import TOLERANCE, assert_same
 from tests.helpers.shares import share, share_of
 from tests.helpers.tiny_models import VOCABULARY
@@ -30,7 +40,9 @@ ALL = [f"{stage}.mlp.experts.{number}" for stage in STAGES for number in range(E
 
 
 class Disk:
-    """What experts are read from: each has known bytes; with delays, failures and a record of reads."""
+    """What experts are read from: each has known bytes; with delays, failures and a record of
+    reads.
+    """
 
     def __init__(self, seed=0, slowest=0.0):
         self._random, self._slowest = random.Random(seed), slowest
@@ -84,7 +96,9 @@ def use(experts, stage, numbers, expected=(), slow=0.0):
     experts.finish()
 
 
-routings = st.lists(st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=EXPERTS).map(sorted), max_size=12)
+routings = st.lists(
+    st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=EXPERTS).map(sorted), max_size=12
+)
 
 
 def visits(routing):
@@ -100,9 +114,12 @@ drawn = settings(max_examples=share_of(80, 3))
 @drawn
 @given(
     routing=routings, slots=st.sampled_from([1, 2, 3, 5, 9, len(ALL)]),
-    kind=st.sampled_from(["", "overlap", "ahead"]), slowest=st.sampled_from([0.0, 0.0, 0.002]), seed=st.integers(0, 99),
+    kind=st.sampled_from(["", "overlap", "ahead"]), slowest=st.sampled_from([0.0, 0.0, 0.002]),
+    seed=st.integers(0, 99),
 )  # fmt: skip
-def test_every_use_gets_the_bytes_and_no_use_reads_an_expert_twice(streamer, routing, slots, kind, slowest, seed):
+def test_every_use_gets_the_bytes_and_no_use_reads_an_expert_twice(
+    streamer, routing, slots, kind, slowest, seed
+):
     disk = Disk(seed, slowest)
     experts = streamer(slots, disk, bool(kind))
 
@@ -117,14 +134,18 @@ def test_every_use_gets_the_bytes_and_no_use_reads_an_expert_twice(streamer, rou
     within(run)
     counts = streamer.tiers.stats.experts
     assert counts.read_bytes == len(disk.reads) * 2 * SIZE
-    routed = Counter(name for stage, numbers, _ in visits(routing) for name in names_of(stage, numbers))
+    routed = Counter(
+        name for stage, numbers, _ in visits(routing) for name in names_of(stage, numbers)
+    )
     assert set(routed) <= set(disk.reads)
     if kind == "ahead":  # what is read, but not used, is counted once it is dropped
         unused = sum((Counter(disk.reads) - routed).values())
         assert counts.wasted_bytes <= unused * 2 * SIZE
     else:
         assert Counter(disk.reads) <= routed and not counts.wasted_bytes
-        assert slots < len(ALL) or len(disk.reads) == len(routed), "with a slot for each, one read for each"
+        assert slots < len(ALL) or len(disk.reads) == len(routed), (
+            "with a slot for each, one read for each"
+        )
 
 
 @drawn
@@ -174,7 +195,9 @@ def settled(disk, count):
 
 
 def test_reads_go_on_with_the_next_layer_while_this_one_computes(streamer):
-    """In the order of the files, as slots become free; nothing that is still wanted leaves its slot."""
+    """In the order of the files, as slots become free; nothing that is still wanted leaves its
+    slot.
+    """
     disk = Disk()
     experts = streamer(4, disk)
     experts.use(names_of(STAGES[0], [1, 2, 5]), names_of(STAGES[1], range(EXPERTS)))
@@ -194,7 +217,9 @@ def test_what_was_expected_in_vain_makes_room_and_is_counted(streamer):
     use(experts, STAGES[0], [0], names_of(STAGES[1], range(EXPERTS)))
     settled(disk, 4)
     use(experts, STAGES[2], range(EXPERTS))
-    assert streamer.tiers.stats.experts.wasted_bytes == (len(disk.reads) - 1 - EXPERTS) * 2 * SIZE > 0
+    assert (
+        streamer.tiers.stats.experts.wasted_bytes == (len(disk.reads) - 1 - EXPERTS) * 2 * SIZE > 0
+    )
     experts.cancel()
 
 
@@ -216,20 +241,29 @@ def read_of_experts(monkeypatch):
 
 
 def routing_of(model, tokens, prompt):
-    """The experts that the reference's routers select: pass -> layer -> numbers, over all sequences together."""
+    """The experts that the reference's routers select: pass -> layer -> numbers, over all sequences
+    together.
+    """
     count, chosen = model.reference.config.num_experts_per_tok, []
     for ids in tokens:
         with torch.no_grad():
             logits = model.reference(torch.tensor([ids]), output_router_logits=True).router_logits
         chosen.append([layer.topk(count).indices for layer in logits])
     steps = [slice(0, prompt), *(slice(step, step + 1) for step in range(prompt, len(tokens[0])))]
-    return [[{*torch.cat([x[step] for x in layer]).flatten().tolist()} for layer in zip(*chosen)] for step in steps]
+    return [
+        [{*torch.cat([x[step] for x in layer]).flatten().tolist()} for layer in zip(*chosen)]
+        for step in steps
+    ]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe"])
-def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, read_of_experts, variant, overlap):
-    """Against the routers of `transformers`. With one slot every use reads its experts, with all slots the first."""
+def test_exactly_the_experts_are_read_that_tokens_are_routed_to(
+    tiny, tmp_path, read_of_experts, variant, overlap
+):
+    """Against the routers of `transformers`. With one slot every use reads its experts, with all
+    slots the first.
+    """
     model, prompt, new = tiny(variant), 7, 6
     asked = [
         GenerationRequest(
@@ -241,15 +275,23 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, 
     for slots in (1, 1000):
         with pytest.MonkeyPatch.context() as patch:
             with_expert_slots(patch, slots)
-            patch.setattr("flexgen_helm.offload.weights.ALL_EXPERTS_FROM", 2.0)  # nothing is expected
+            # nothing is expected
+            patch.setattr("flexgen_helm.offload.weights.ALL_EXPERTS_FROM", 2.0)
             options = dict(schedule="zigzag", overlap=overlap)
             with offloaded(tiny, variant, tmp_path, "2x1,0,0,0,100,0,100", **options) as engine:
                 one = next(iter(engine._weights._experts.values())).num_bytes
                 read_of_experts.clear()
                 results = engine.run(asked)
                 record = engine.last_run["experts"]
-                names = {expert_of(name) for name in tensor_shapes(engine.config) if expert_of(name) is not None}
-        tokens = [[*a.prompt_token_ids, *r.completions[0].token_ids[:-1]] for a, r in zip(asked, results, strict=True)]
+                names = {
+                    expert_of(name)
+                    for name in tensor_shapes(engine.config)
+                    if expert_of(name) is not None
+                }
+        tokens = [
+            [*a.prompt_token_ids, *r.completions[0].token_ids[:-1]]
+            for a, r in zip(asked, results, strict=True)
+        ]
         routed = routing_of(model, tokens, prompt)
         stages = sorted({name.partition(".mlp")[0] for name in names})
         expected = Counter()
@@ -264,17 +306,26 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(tiny, tmp_path, 
 
 
 MIXTURES = (
-    "Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM",
-    "Llama4ForCausalLM", "GraniteMoeHybridForCausalLM", "Qwen3NextForCausalLM", "JambaForCausalLM",
+    "Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM", "Llama4ForCausalLM", "GraniteMoeHybridForCausalLM",
+    "Qwen3NextForCausalLM", "JambaForCausalLM",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", share(MIXTURES, 3))
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_a_pass_reads_each_expert_once_for_all_of_its_batches(name, device, tmp_path, read_of_experts, monkeypatch):
-    """By equations and by modules, also with states and shared prefixes; the values are those of `transformers`."""
+def test_a_pass_reads_each_expert_once_for_all_of_its_batches(
+    name, device, tmp_path, read_of_experts, monkeypatch
+):
+    """By equations and by modules, also with states and shared prefixes; the values are those of
+    `transformers`.
+    """
     model, passes, together, kept = saved(name, tmp_path / "model"), [], [], []
-    honest_run, honest_steps, honest_experts = Executor.run, Executor._steps, routing.through_experts
+    honest_run, honest_steps, honest_experts = (
+        Executor.run,
+        Executor._steps,
+        routing.through_experts,
+    )
 
     def run(self, *arguments):
         read_of_experts.clear()
@@ -307,9 +358,17 @@ def test_a_pass_reads_each_expert_once_for_all_of_its_batches(name, device, tmp_
                           max_tokens=4, echo_logprobs=True, ignore_eos=True)
         for i in range(9)
     ]  # fmt: skip
-    options = dict(device=device, limits=MemoryLimits(gpu=64 * MIB, cpu=64 * MIB), offload_dir=tmp_path / "tiers")
+    options = dict(
+        device=device,
+        limits=MemoryLimits(gpu=64 * MIB, cpu=64 * MIB),
+        offload_dir=tmp_path / "tiers",
+    )
     with Engine.from_pretrained(
-        tmp_path / "model", unverified=True, policy="2x5,0,0,0,100,0,50", schedule="zigzag", **options
+        tmp_path / "model",
+        unverified=True,
+        policy="2x5,0,0,0,100,0,50",
+        schedule="zigzag",
+        **options,
     ) as engine:
         results, copies = engine.run(asked), engine.config.waiting_copies
         claims(engine)
@@ -319,9 +378,15 @@ def test_a_pass_reads_each_expert_once_for_all_of_its_batches(name, device, tmp_
     assert kept and max(kept) <= copies - 1, "and the sum of their results"
 
 
-def test_short_batches_wait_beside_the_longest_one_and_an_interrupt_leaves_nothing_claimed(tiny, tmp_path, monkeypatch):
-    """The longest is workspace, but for the half that rests, and another one leaves its rest only in the layer."""
-    asked = [GenerationRequest(prompt_token_ids=[5] * count, max_tokens=1) for count in (5, 20, 12, 8)]
+def test_short_batches_wait_beside_the_longest_one_and_an_interrupt_leaves_nothing_claimed(
+    tiny, tmp_path, monkeypatch
+):
+    """The longest is workspace, but for the half that rests, and another one leaves its rest only
+    in the layer.
+    """
+    asked = [
+        GenerationRequest(prompt_token_ids=[5] * count, max_tokens=1) for count in (5, 20, 12, 8)
+    ]
     parts, honest, begin, stops = [], Executor._layer_batches, Executor._begin, []
     steps = Executor._steps
 
@@ -337,7 +402,8 @@ def test_short_batches_wait_beside_the_longest_one_and_an_interrupt_leaves_nothi
             raise Interrupted("now")
         return begin(self, item, current)
 
-    monkeypatch.setattr(Executor, "_steps", lambda *of: [step[::-1] for step in steps(*of)])  # the longest comes last
+    # the longest comes last
+    monkeypatch.setattr(Executor, "_steps", lambda *of: [step[::-1] for step in steps(*of)])
     monkeypatch.setattr(Executor, "_layer_batches", batches)
     monkeypatch.setattr(Executor, "_begin", begin_or_stop)
     with offloaded(tiny, "mixtral", tmp_path, "1x4,0,0,0,100,0,100", schedule="zigzag") as engine:

@@ -1,4 +1,6 @@
-"""Matrices that a file of the checkpoint has as they are used are read from there: no second copy, the same answers."""
+"""Matrices that a file of the checkpoint has as they are used are read from there: no second copy,
+the same answers.
+"""
 
 import os
 import shutil
@@ -32,7 +34,11 @@ def copy(tiny, tmp_path):
 
 
 def engine_of(path, folder, **options):
-    options = {"limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB), "schedule": "zigzag", **options}
+    options = {
+        "limits": MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB),
+        "schedule": "zigzag",
+        **options,
+    }
     return Engine.from_pretrained(path, policy=ON_DISK, offload_dir=folder, **options)
 
 
@@ -43,7 +49,9 @@ def written(folder):
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("variant", ["llama", "phi3", "mixtral", "qwen3-moe"])
-def test_no_weight_file_is_written_and_the_answers_are_those_in_memory(tiny, tmp_path, monkeypatch, variant, device):
+def test_no_weight_file_is_written_and_the_answers_are_those_in_memory(
+    tiny, tmp_path, monkeypatch, variant, device
+):
     with_expert_slots(monkeypatch, 3)
     with Engine.from_pretrained(tiny(variant).path) as engine:
         expected = engine.run(workload())
@@ -73,7 +81,9 @@ def test_values_are_checked_once_and_again_for_other_weights(copy, tmp_path, mon
 
     monkeypatch.setattr(SafetensorsCheckpoint, "_read_tiles", counted)
     path = copy("llama")
-    matrices = {name for name, shape in SafetensorsCheckpoint(path).shapes.items() if len(shape) == 2}
+    matrices = {
+        name for name, shape in SafetensorsCheckpoint(path).shapes.items() if len(shape) == 2
+    }
     for expected in (1, 0):
         reads.clear()
         engine_of(path, tmp_path / "offload").close()
@@ -85,7 +95,8 @@ def test_values_are_checked_once_and_again_for_other_weights(copy, tmp_path, mon
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="not finite"):
         engine_of(path, tmp_path / "offload")
-    with pytest.raises(CheckpointError, match="not finite"):  # what was refused is not taken for checked
+    # what was refused is not taken for checked
+    with pytest.raises(CheckpointError, match="not finite"):
         engine_of(path, tmp_path / "offload")
 
 
@@ -112,18 +123,24 @@ def test_a_header_of_odd_length_is_no_place_to_compute_from(copy, tmp_path):
         expected = engine.run(workload())
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    file.write_bytes((length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :])
+    file.write_bytes(
+        (length + 1).to_bytes(8, "little") + content[8 : 8 + length] + b" " + content[8 + length :]
+    )
     with engine_of(path, tmp_path / "two") as engine:
         assert_same(engine.run(workload()), expected)
     assert written(tmp_path / "two") and not written(tmp_path / "one")
 
 
 def test_weights_at_rest_need_no_room(tiny, tmp_path):
-    """A directory's limit that the weights exceed: in 16 bits nothing is written there, in 8 bits they are."""
+    """A directory's limit that the weights exceed: in 16 bits nothing is written there, in 8 bits
+    they are.
+    """
     path = tiny("llama").path
     at_rest = WeightsAtRest(SafetensorsCheckpoint(path), PRECISIONS["fp16"], tmp_path)
     packed = WeightsAtRest(SafetensorsCheckpoint(path), PRECISIONS["8bit"], tmp_path)
-    sizes, packed_sizes = (StorageSizes(at_rest._checkpoint.config, PRECISIONS[p]).matrices for p in ("fp16", "8bit"))
+    sizes, packed_sizes = (
+        StorageSizes(at_rest._checkpoint.config, PRECISIONS[p]).matrices for p in ("fp16", "8bit")
+    )
     assert at_rest.num_bytes(sizes, with_written=False) == sum(sizes.values())
     assert packed.num_bytes(packed_sizes, with_written=True) == 0
     limits = MemoryLimits(cpu=64 * MIB, disk=4096)
@@ -137,9 +154,15 @@ def test_weights_at_rest_need_no_room(tiny, tmp_path):
 
 
 def test_room_of_weights_is_no_room_for_a_cache(tiny, tmp_path):
-    """A limit of the directory holds for all that is written there, whatever the checkpoint's own files have."""
+    """A limit of the directory holds for all that is written there, whatever the checkpoint's own
+    files have.
+    """
     for policy, on_disk in (("3x2,0,100,0,0,0,100", 0), (ON_DISK, 1)):
-        options = {"limits": MemoryLimits(cpu=64 * MIB, disk=4096), "schedule": "zigzag", "offload_dir": tmp_path}
+        options = {
+            "limits": MemoryLimits(cpu=64 * MIB, disk=4096),
+            "schedule": "zigzag",
+            "offload_dir": tmp_path,
+        }
         with Engine.from_pretrained(tiny("llama").path, policy=policy, **options) as engine:
             disk = engine._tiers.ledgers["disk"]
             assert disk.free == 4096 and bool(disk.in_use) == bool(on_disk)

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.quant.precisions import PRECISIONS
-from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies, with_expert_slots, workload
+from tests.helpers.offload import (
+    DECODING_SCHEDULES,
+    MIB,
+    offloaded,
+    policies,
+    with_expert_slots,
+    workload,
+)
 from tests.helpers.parity import assert_same
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VARIANTS
@@ -48,7 +55,9 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
 @settings(max_examples=share_of(24, 2))
 @given(
     policy=policies(),
-    variant=st.sampled_from(["llama", "opt", "gemma2", "bloom", "mixtral", "qwen3-moe", "qwen3-moe-raw-weights"]),
+    variant=st.sampled_from(
+        ["llama", "opt", "gemma2", "bloom", "mixtral", "qwen3-moe", "qwen3-moe-raw-weights"]
+    ),
     precision=st.sampled_from(["fp16", "fp16", *PACKED]),
     slots=st.sampled_from([1, 2, 7, 100]),
     compute_mib=st.sampled_from([4, 8, 64]),
@@ -63,13 +72,17 @@ def test_every_family_from_the_disk(tiny, in_memory, tmp_path, variant):
     ),
 )
 def test_any_placement_gives_the_answers_of_the_resident_engine(tiny, in_memory, tmp_path, **drawn):
-    """slots: of experts that are offloaded. Packed weights beside a whole cache: `tests/kv_cache` is about that."""
+    """slots: of experts that are offloaded. Packed weights beside a whole cache: `tests/kv_cache`
+    is about that.
+    """
     variant, seed, precision = drawn["variant"], drawn["seed"], drawn["precision"]
     options, compute = (
         drawn["options"],
         64 * MIB if variant.startswith(("mixtral", "qwen3-moe")) else drawn["compute_mib"] * MIB,
     )
-    limits = MemoryLimits(gpu=compute, cpu=64 * MIB if options["device"] == "sim" else compute, disk=256 * MIB)
+    limits = MemoryLimits(
+        gpu=compute, cpu=64 * MIB if options["device"] == "sim" else compute, disk=256 * MIB
+    )
     with pytest.MonkeyPatch.context() as patch:
         with_expert_slots(patch, drawn["slots"])
         patch.setitem(PRECISIONS, precision, replace(PRECISIONS[precision], cache=None))
@@ -84,7 +97,9 @@ def test_overlap_changes_no_bit_whatever_the_delays(tiny, tmp_path, monkeypatch)
     from flexgen_helm.offload import disk, transfer_manager
 
     policy = Policy(3, 2, wg=0.3, wc=0.3, cg=0.3, cc=0.3, hg=0.3, hc=0.3)
-    with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", device="sim", overlap=False) as engine:
+    with offloaded(
+        tiny, "llama", tmp_path, policy, schedule="zigzag", device="sim", overlap=False
+    ) as engine:
         expected = engine.run(workload(5))
     draw = random.Random(1)
 
@@ -96,7 +111,11 @@ def test_overlap_changes_no_bit_whatever_the_delays(tiny, tmp_path, monkeypatch)
         return delayed
 
     monkeypatch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
-    monkeypatch.setattr(transfer_manager.SimulatedCopyEngine, "_copy", slow(transfer_manager.SimulatedCopyEngine._copy))
+    monkeypatch.setattr(
+        transfer_manager.SimulatedCopyEngine,
+        "_copy",
+        slow(transfer_manager.SimulatedCopyEngine._copy),
+    )
     for _ in range(3):
         with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", device="sim") as engine:
             assert_same(engine.run(workload(5)), expected, tolerance=0.0)

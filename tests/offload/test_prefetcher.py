@@ -1,4 +1,6 @@
-"""The weight prefetcher: every use gets the bytes, each is fetched as often as promised, and nothing hangs."""
+"""The weight prefetcher: every use gets the bytes, each is fetched as often as promised, and
+nothing hangs.
+"""
 
 import random
 import threading
@@ -16,7 +18,9 @@ from tests.helpers.offload import tiers_of, within
 
 
 class Source:
-    """Matrices of known bytes, and a count of what was fetched of each; with delays and failures."""
+    """Matrices of known bytes, and a count of what was fetched of each; with delays and
+    failures.
+    """
 
     def __init__(self, seed=0, slowest=0.0):
         self._random, self._slowest = random.Random(seed), slowest
@@ -62,14 +66,20 @@ def use(prefetcher, source, stage, names, slow=0.0):
 
 @st.composite
 def passes(draw):
-    """Stages with their matrices (rows, bytes a row, rows a tile), how often each is used in a pass, and a ring."""
+    """Stages with their matrices (rows, bytes a row, rows a tile), how often each is used in a
+    pass, and a ring.
+    """
     stages = {}
     for number in range(draw(st.integers(1, 5))):
         stages[f"s{number}"] = [
             (f"m{i}", draw(st.integers(1, 30)), draw(st.integers(1, 900)), draw(st.integers(1, 30)))
             for i in range(draw(st.integers(1, 4)))
         ]
-    return stages, {stage: draw(st.integers(1, 3)) for stage in stages}, draw(st.integers(0, 40)) * ALIGNMENT
+    return (
+        stages,
+        {stage: draw(st.integers(1, 3)) for stage in stages},
+        draw(st.integers(0, 40)) * ALIGNMENT,
+    )
 
 
 @settings(max_examples=60)
@@ -77,12 +87,22 @@ def passes(draw):
     drawn=passes(), overlap=st.booleans(), slowest=st.sampled_from([0.0, 0.0, 0.001]),
     skip=st.sampled_from([0.0, 0.0, 0.4]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(tmp_path, drawn, overlap, slowest, skip, seed):
-    """Two passes; the second is announced as far as it fits while the first is under way, as a run does."""
+def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(
+    tmp_path, drawn, overlap, slowest, skip, seed
+):
+    """Two passes; the second is announced as far as it fits while the first is under way, as a run
+    does.
+    """
     stages, uses, more = drawn
     source, choice = Source(seed, slowest), random.Random(seed)
-    matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
-    units = {stage: [u.ring_bytes for m in staged for u in m.units()] for stage, staged in matrices.items()}
+    matrices = {
+        stage: [source.matrix(stage, *shape) for shape in shapes]
+        for stage, shapes in stages.items()
+    }
+    units = {
+        stage: [u.ring_bytes for m in staged for u in m.units()]
+        for stage, staged in matrices.items()
+    }
     ring = StagingRing(max(map(max, units.values())) + more)
     keeps = {stage: sum(sizes) + max(sizes) <= ring.capacity for stage, sizes in units.items()}
     promised = dict.fromkeys(source.fetched, 0)  # bytes to fetch
@@ -110,7 +130,8 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(tmp_path, draw
     within(run)
     tiers.close()
     assert ring.in_use == 0
-    for name, size in promised.items():  # what nobody wants may be on its way already, but once a round at most
+    # what nobody wants may be on its way already, but once a round at most
+    for name, size in promised.items():
         stage = name.partition(".")[0]
         most = 2 * (1 if keeps[stage] else uses[stage]) * source.content[name].numel()
         assert size <= source.fetched[name] <= (most if skip else size)
@@ -118,8 +139,8 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(tmp_path, draw
 
 @settings(max_examples=50)
 @given(
-    drawn=passes(), overlap=st.booleans(), fails=st.sampled_from(["fetch", "product"]), at=st.integers(0, 15),
-    closes=st.booleans(),
+    drawn=passes(), overlap=st.booleans(), fails=st.sampled_from(["fetch", "product"]),
+    at=st.integers(0, 15), closes=st.booleans(),
 )  # fmt: skip
 def test_a_pass_that_breaks_off_anywhere_leaves_an_empty_ring_and_a_later_one_goes_on(
     tmp_path, drawn, overlap, fails, at, closes
@@ -127,8 +148,13 @@ def test_a_pass_that_breaks_off_anywhere_leaves_an_empty_ring_and_a_later_one_go
     """An error of a fetch surfaces at the use; computing on a tile fails where memory runs out."""
     stages, uses, more = drawn
     source, tiers = Source(at, 0.001), tiers_of(tmp_path, overlap)
-    matrices = {stage: [source.matrix(stage, *shape) for shape in shapes] for stage, shapes in stages.items()}
-    largest = max(unit.ring_bytes for staged in matrices.values() for m in staged for unit in m.units())
+    matrices = {
+        stage: [source.matrix(stage, *shape) for shape in shapes]
+        for stage, shapes in stages.items()
+    }
+    largest = max(
+        unit.ring_bytes for staged in matrices.values() for m in staged for unit in m.units()
+    )
     ring = StagingRing(largest + more)
     if fails == "fetch":
         source.fail_at = at
@@ -167,7 +193,9 @@ def test_a_pass_that_breaks_off_anywhere_leaves_an_empty_ring_and_a_later_one_go
 
 
 def test_loading_goes_on_while_a_stage_is_used(tmp_path):
-    """The first unit of a stage is held up until the last one of the next has arrived; both are timed."""
+    """The first unit of a stage is held up until the last one of the next has arrived; both are
+    timed.
+    """
     source, tiers = Source(slowest=0.02), tiers_of(tmp_path)
     matrices = {stage: [source.matrix(stage, "m", 4, 500, 2)] for stage in ("a", "b")}
     prefetcher = WeightPrefetcher(StagingRing(16 * ALIGNMENT), tiers)
@@ -189,7 +217,9 @@ def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known(tmp_path):
     source, tiers = Source(), tiers_of(tmp_path, overlap=False)
     matrix = source.matrix("a", "m", 4, 500, 4)
     prefetcher = WeightPrefetcher(StagingRing(16 * ALIGNMENT), tiers)
-    assert prefetcher.start("a", [matrix], None) and prefetcher.has_expected and source.fetched["a.m"]
+    assert (
+        prefetcher.start("a", [matrix], None) and prefetcher.has_expected and source.fetched["a.m"]
+    )
     assert prefetcher.start("a", [matrix], 2) and not prefetcher.has_expected
     use(prefetcher, source, "a", ["m"])
     use(prefetcher, source, "a", ["m"])

@@ -1,4 +1,6 @@
-"""Simulated links and disks: a transfer takes no less than its bytes, one waits for the other, and errors pass."""
+"""Simulated links and disks: a transfer takes no less than its bytes, one waits for the other, and
+errors pass.
+"""
 
 import time
 from threading import Thread
@@ -32,10 +34,16 @@ def seconds(*actions):
 def test_files_of_a_disk_share_its_rate_and_directions_do_not(tmp_path):
     rates = DiskRates(RateLimit(SIZE / SECONDS / 1e9), RateLimit(SIZE / (2 * SECONDS) / 1e9))
     files = [DirectFile(tmp_path / name, SIZE, create=True, rates=rates) for name in "ab"]
-    content, buffers = torch.arange(SIZE, dtype=torch.int64).to(torch.uint8), [pages(SIZE), pages(SIZE)]
+    content, buffers = (
+        torch.arange(SIZE, dtype=torch.int64).to(torch.uint8),
+        [pages(SIZE), pages(SIZE)],
+    )
     buffers[0].copy_(content)
     assert seconds(*(lambda file=file: file.write(0, buffers[0]) for file in files)) >= 4 * SECONDS
-    assert seconds(*(lambda file=file, to=to: file.read(0, to) for file, to in zip(files, buffers))) >= 2 * SECONDS
+    assert (
+        seconds(*(lambda file=file, to=to: file.read(0, to) for file, to in zip(files, buffers)))
+        >= 2 * SECONDS
+    )
     assert torch.equal(buffers[1], content) and torch.equal(buffers[0], content)
     # The machine's own disk is faster, so it was the limit that took the time.
     plain = [DirectFile(file.path, SIZE, create=False) for file in files]
@@ -45,7 +53,10 @@ def test_files_of_a_disk_share_its_rate_and_directions_do_not(tmp_path):
 
 
 def test_a_link_takes_the_time_of_its_bytes():
-    engine, source = SimulatedCopyEngine(SIZE / SECONDS / 1e9, None), torch.ones(SIZE, dtype=torch.uint8)
+    engine, source = (
+        SimulatedCopyEngine(SIZE / SECONDS / 1e9, None),
+        torch.ones(SIZE, dtype=torch.uint8),
+    )
     start = time.perf_counter()
     assert torch.equal(engine.to_device(source), source)
     assert time.perf_counter() - start >= SECONDS
@@ -78,12 +89,16 @@ def test_an_engine_on_a_slow_disk_gives_the_same_bits_and_takes_its_time(tiny, t
 
 
 def test_operations_of_transfers_run_on_their_thread_alone(tmp_path):
-    """A second team of OpenMP's threads would let all of them sleep between the operations of the engine."""
+    """A second team of OpenMP's threads would let all of them sleep between the operations of the
+    engine.
+    """
     main = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         manager = tiers_of(tmp_path)
-        inside = [manager.submit(name, torch.get_num_threads).result() for name in ("weights", "cache in")]
+        inside = [
+            manager.submit(name, torch.get_num_threads).result() for name in ("weights", "cache in")
+        ]
         assert (inside, torch.get_num_threads()) == ([1, 1], 4)
     finally:
         torch.set_num_threads(main)

@@ -8,21 +8,30 @@ from flexgen_helm.offload.staging import ALIGNMENT, aligned
 
 
 def has_room(used, size, capacity):
-    """Whether `size` bytes are free behind the newest slot or at the start, by looking at every page."""
+    """Whether `size` bytes are free behind the newest slot or at the start, by looking at every
+    page.
+    """
     if not used:
         return size <= capacity
-    is_used = [any(s.offset <= p < s.offset + s.size for s in used) for p in range(0, capacity, ALIGNMENT)]
+    is_used = [
+        any(s.offset <= p < s.offset + s.size for s in used) for p in range(0, capacity, ALIGNMENT)
+    ]
     pages = size // ALIGNMENT
     first = (used[-1].offset + used[-1].size) // ALIGNMENT
     behind = [first + i for i in range(pages)]
     from_start = list(range(pages)) if used[0].offset <= used[-1].offset else []  # not wrapped yet
-    return any(run and run[-1] < len(is_used) and not any(is_used[p] for p in run) for run in (behind, from_start))
+    return any(
+        run and run[-1] < len(is_used) and not any(is_used[p] for p in run)
+        for run in (behind, from_start)
+    )
 
 
 @settings(max_examples=150)
 @given(
     pages=st.integers(1, 12),
-    steps=st.lists(st.tuples(st.booleans(), st.integers(1, 12 * ALIGNMENT), st.integers(0, 9)), max_size=40),
+    steps=st.lists(
+        st.tuples(st.booleans(), st.integers(1, 12 * ALIGNMENT), st.integers(0, 9)), max_size=40
+    ),
 )
 def test_slots_never_overlap_and_the_oldest_make_room_first(pages, steps):
     ring = StagingRing(pages * ALIGNMENT)

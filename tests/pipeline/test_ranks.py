@@ -1,4 +1,6 @@
-"""Pipelines of real processes answer as one process does, and end together when one of them fails."""
+"""Pipelines of real processes answer as one process does, and end together when one of them
+fails.
+"""
 
 import json
 
@@ -35,7 +37,10 @@ def model(tmp_path_factory):
 
 def compared(folder, num_ranks, cases):
     """Run cases on ranks and in one process; return the records of the ranks."""
-    cases = [Case(case.model, {**case.options, "offload_dir": folder / "tiers"}, case.requests) for case in cases]
+    cases = [
+        Case(case.model, {**case.options, "offload_dir": folder / "tiers"}, case.requests)
+        for case in cases
+    ]
     ended = run_ranks(folder, num_ranks, Job(cases))
     assert ended.code == 0, ended.err
     for case, outcome in zip(cases, ended.outcomes, strict=True):
@@ -44,7 +49,11 @@ def compared(folder, num_ranks, cases):
             assert_same(outcome.results, engine.run(case.requests))
             assert engine.last_run["schedule"] == outcome.record["schedule"]
     for outcome in ended.outcomes:
-        layers = [layer for rank in outcome.record["pipeline"]["ranks"] for layer in range(*rank["layers"])]
+        layers = [
+            layer
+            for rank in outcome.record["pipeline"]["ranks"]
+            for layer in range(*rank["layers"])
+        ]
         assert layers == list(range(LAYERS))
     return [outcome.record for outcome in ended.outcomes]
 
@@ -60,9 +69,15 @@ SETTINGS = [
 
 
 def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
-    """A new kind with generation settings, which each rank proves; schedules, precisions; first and last layers."""
-    cases = [Case(model("llama"), options, workload(count=8)) for options in (SETTINGS[2], SETTINGS[4])]
-    cases += [Case(model(variant), ZIGZAG, workload(count=8)) for variant in ("opt-350m", "bloom-untied")]
+    """A new kind with generation settings, which each rank proves; schedules, precisions; first and
+    last layers.
+    """
+    cases = [
+        Case(model("llama"), options, workload(count=8)) for options in (SETTINGS[2], SETTINGS[4])
+    ]
+    cases += [
+        Case(model(variant), ZIGZAG, workload(count=8)) for variant in ("opt-350m", "bloom-untied")
+    ]
     config = VARIANTS["llama"]()
     config.num_hidden_layers, config.an_entry_that_nobody_knows = LAYERS, 2.5
     save_random(tmp_path / "new", config, seed=7)
@@ -72,7 +87,9 @@ def test_two_ranks_give_the_answers_of_one_process(tmp_path, model):
     records = compared(tmp_path, 2, [*cases, scoring(cases[-1].model), divided(model("llama"))])
     check_records(records, offloaded=2)
     assert records[0]["generation_config"]["applied"] == settings
-    assert [len(json.loads((tmp_path / f"home{rank}" / "proofs.json").read_text())) for rank in range(2)] == [1, 1]
+    assert [
+        len(json.loads((tmp_path / f"home{rank}" / "proofs.json").read_text())) for rank in range(2)
+    ] == [1, 1]
 
 
 def scoring(folder):
@@ -90,12 +107,16 @@ def check_records(records, offloaded):
     """Of cases that end with `scoring` and `divided`."""
     assert [record["pipeline"]["lanes"] for record in records[-2:]] == [8, 2]
     assert [rank["layers"] for rank in records[-1]["pipeline"]["ranks"]] == [[0, 1], [1, 5]]
-    assert all(rank["bytes"]["disk_to_cpu"]["weights"] for rank in records[offloaded]["pipeline"]["ranks"])
+    assert all(
+        rank["bytes"]["disk_to_cpu"]["weights"] for rank in records[offloaded]["pipeline"]["ranks"]
+    )
 
 
 @pytest.mark.slow
 def test_two_ranks_in_every_setting(tmp_path, model):
-    """Every schedule, precision and family of the first; then what is special in first and last layers; then scores."""
+    """Every schedule, precision and family of the first; then what is special in first and last
+    layers; then scores.
+    """
     cases = [Case(model("llama"), options, workload(count=14)) for options in SETTINGS]
     cases += [Case(model("opt"), options, workload(count=14)) for options in SETTINGS[::2]]
     for variant in ("opt-350m", "qwen2-windows", "qwen3-moe", "gpt2", "bloom-untied"):
@@ -108,7 +129,12 @@ def test_two_ranks_in_every_setting(tmp_path, model):
 def test_four_ranks_give_the_answers_of_one_process(tmp_path, model):
     cases = [
         Case(model(variant), options, workload(count=14))
-        for variant, options in (("opt", SETTINGS[0]), ("llama", SETTINGS[0]), ("llama", ZIGZAG), ("opt", SETTINGS[4]))
+        for variant, options in (
+            ("opt", SETTINGS[0]),
+            ("llama", SETTINGS[0]),
+            ("llama", ZIGZAG),
+            ("opt", SETTINGS[4]),
+        )
     ]
     assert compared(tmp_path, 4, cases)[0]["pipeline"]["lanes"] == 4
 
@@ -122,24 +148,34 @@ def test_a_lost_rank_ends_all_with_one_sentence(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_a_rank_without_room_refuses_for_all_and_ranks_that_schedule_otherwise_stop(tmp_path, model):
+def test_a_rank_without_room_refuses_for_all_and_ranks_that_schedule_otherwise_stop(
+    tmp_path, model
+):
     case = Case(model("llama"), {}, workload())
     refused, opened = run_ranks(tmp_path, 2, Job([case, case], "memory")).outcomes
     assert opened.error is None and len(opened.results) == len(workload())
-    assert str(refused.error).startswith("rank 1 of the pipeline: ") and "more" in str(refused.error)
+    assert str(refused.error).startswith("rank 1 of the pipeline: ") and "more" in str(
+        refused.error
+    )
     ended = run_ranks(tmp_path, 2, Job([case], "order"))
     (outcome,) = ended.outcomes
-    assert ended.code and "ranks 0 and 1 of the pipeline have scheduled different tokens" in str(outcome.error)
+    assert ended.code and "ranks 0 and 1 of the pipeline have scheduled different tokens" in str(
+        outcome.error
+    )
 
 
 @pytest.mark.slow
 def test_models_that_run_by_modules_of_transformers(tmp_path):
-    """Gemma 4 is divided between a layer and those that use its keys again; layers of Qwen3.5 keep states."""
+    """Gemma 4 is divided between a layer and those that use its keys again; layers of Qwen3.5 keep
+    states.
+    """
     cases = []
     for name in ("Gemma4ForCausalLM", "Qwen3_5ForCausalLM"):
         saved(name, tmp_path / name)
         for options in ({}, ZIGZAG):
-            cases.append(Case(tmp_path / name, {**options, "offload_dir": tmp_path / "tiers"}, requests()))
+            cases.append(
+                Case(tmp_path / name, {**options, "offload_dir": tmp_path / "tiers"}, requests())
+            )
     ended = run_ranks(tmp_path, 2, Job(cases))
     assert ended.code == 0, ended.err
     for case, outcome in zip(cases, ended.outcomes, strict=True):

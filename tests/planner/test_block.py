@@ -23,8 +23,9 @@ def problem_of(model, workload, memory=64 * GB):
 
 @pytest.mark.parametrize("model", ["opt-30b", "mixtral-8x7b-v0.1"])
 def test_a_block_reads_the_matrices_that_its_tokens_need(model):
-    """All weights on the disk, cache and hidden states in memory: a pass reads all that every token needs, and the
-    experts that one of its tokens selects, when all select alike."""
+    """All weights on the disk, cache and hidden states in memory: a pass reads all that every token
+    needs, and the experts that one of its tokens selects, when all select alike.
+    """
     problem = problem_of(model, Workload.uniform(7, 5, 60), 500 * GB)
     made = make_plan(problem, policy=Policy(20, 1, 0, 0, 0, 1, 0, 1))
     always, experts = 0.0, 0.0
@@ -40,7 +41,8 @@ def test_a_block_reads_the_matrices_that_its_tokens_need(model):
         moe = problem.config.experts
         return always + (experts * (1 - (1 - moe.per_token / moe.count) ** tokens) if moe else 0.0)
 
-    # `bytes_read` is of a block: a pass of 20 prompts of 7 tokens, then four passes of a token each.
+    # `bytes_read` is of a block: a pass of 20 prompts of 7 tokens, then four passes of a token
+    # each.
     block = made.block
     assert block["prefill"]["bytes_read"] == pytest.approx(read(20 * 7), rel=1e-3)
     assert block["decode"]["bytes_read"] == pytest.approx(4 * read(20), rel=1e-3)

@@ -1,4 +1,6 @@
-"""Cache sizes are those of the codec that packs the cache, page by page where the cache is on the disk."""
+"""Cache sizes are those of the codec that packs the cache, page by page where the cache is on the
+disk.
+"""
 
 import pytest
 import torch
@@ -11,13 +13,21 @@ from tests.helpers.planning_problems import config
 
 OPT = config("opt-125m")  # 12 layers, 12 heads of 64 elements: 1,536 elements a token and layer
 FORMATS = {
-    **{name: precision.cache for name, precision in PRECISIONS.items() if precision.cache is not None},
+    **{
+        name: precision.cache
+        for name, precision in PRECISIONS.items()
+        if precision.cache is not None
+    },
     "keys alone": CacheFormat(GroupFormat(8, 32, "out"), None, residual_window=5),
-    "filled groups": CacheFormat(GroupFormat(4, 128, "in"), GroupFormat(8, 48, "in"), residual_window=9),
+    "filled groups": CacheFormat(
+        GroupFormat(4, 128, "in"), GroupFormat(8, 48, "in"), residual_window=9
+    ),
 }
 
 
-@pytest.mark.parametrize("heads, dim, dtype", [(12, 64, torch.float16), (3, 80, torch.float32), (1, 16, torch.float16)])
+@pytest.mark.parametrize(
+    "heads, dim, dtype", [(12, 64, torch.float16), (3, 80, torch.float32), (1, 16, torch.float16)]
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_group_takes_the_bytes_that_the_codec_writes(name, dtype, heads, dim):
     fmt = FORMATS[name]
@@ -33,7 +43,8 @@ def test_a_plain_cache_takes_all_elements():
 
 
 def test_the_last_page_of_a_prompt_on_the_disk_counts():
-    assert cache_sizes(OPT, None, 4, on_disk=True).fill_tokens == 1  # 6,144 bytes a token: less than one is unused
+    # 6,144 bytes a token: less than one is unused
+    assert cache_sizes(OPT, None, 4, on_disk=True).fill_tokens == 1
     assert cache_sizes(config("opt-30b"), None, 2, on_disk=True).fill_tokens == 0  # whole pages
     assert cache_sizes(OPT, None, 4, on_disk=False).fill_tokens == 0
 

@@ -32,12 +32,18 @@ def flexgen(size="30b", prompt=512, output=32, count=1, **more):
     """A problem for the paper's engine, whose formulas the appendix has."""
     more = {"hardware": T4, "limits": ROOMY, "endless": True, **more}
     return PaperProblem(
-        opt(size), workload=Workload.uniform(prompt, output, count), precision=FP16, compute_bytes=2, **more
+        opt(size),
+        workload=Workload.uniform(prompt, output, count),
+        precision=FP16,
+        compute_bytes=2,
+        **more,
     )
 
 
 fractions = st.tuples(*[st.integers(0, 10)] * 6).map(
-    lambda n: [min(n[2 * i + k], 10 - (n[2 * i] if k else 0)) / 10 for i in range(3) for k in range(2)]
+    lambda n: [
+        min(n[2 * i + k], 10 - (n[2 * i] if k else 0)) / 10 for i in range(3) for k in range(2)
+    ]
 )
 
 
@@ -63,11 +69,15 @@ def test_seconds_are_those_of_the_papers_formulas(shares, batch, batches, attend
     for name, seconds in prefill.items():
         assert found.seconds["prefill"][name] == pytest.approx(seconds, rel=1e-6, abs=1e-9), name
     cached = 4 * rows * (s + n / 2) * h1 * layers
-    decode_in = (1 - policy.wg) * weights / link.to_gpu_bytes_s + far_h * states / link.pageable_to_gpu_bytes_s
+    decode_in = (
+        1 - policy.wg
+    ) * weights / link.to_gpu_bytes_s + far_h * states / link.pageable_to_gpu_bytes_s
     decode_in += far_c * (states if attends else cached) / link.pageable_to_gpu_bytes_s
     assert found.seconds["decode"]["to_gpu"] == pytest.approx((n - 1) * decode_in, rel=1e-6)
     hosts = far_c * cached / T4.cpu.attention_bytes_s if attends else 0.0
-    assert found.seconds["decode"]["host_attention"] == pytest.approx((n - 1) * hosts, rel=1e-6, abs=1e-9)
+    assert found.seconds["decode"]["host_attention"] == pytest.approx(
+        (n - 1) * hosts, rel=1e-6, abs=1e-9
+    )
     operations = 2 * layers * (4 * h1**2 + 2 * h1 * h2) * rows * s
     rate = T4.gpu.matmul_flops["float16"].at(1e9)
     products = (operations + 2 * head * rows) / rate + batches * layers * T4.gpu.step_s
@@ -77,11 +87,15 @@ def test_seconds_are_those_of_the_papers_formulas(shares, batch, batches, attend
 
 
 def test_what_is_between_products_takes_as_long_as_its_bytes():
-    """Of OPT-30B's layer on a host: hidden states 11 times, queries and keys twice, keys and values twice, the MLP."""
+    """Of OPT-30B's layer on a host: hidden states 11 times, queries and keys twice, keys and values
+    twice, the MLP.
+    """
     host, policy = replace(T4, gpu=None, link=None), Policy(48, 3, 0, 1, 0, 1, 0, 1)
 
     def products(rate):
-        changed = replace(flexgen(), hardware=replace(host, cpu=replace(host.cpu, layer_bytes_s=rate)))
+        changed = replace(
+            flexgen(), hardware=replace(host, cpu=replace(host.cpu, layer_bytes_s=rate))
+        )
         found = predict(changed, policy, ZIGZAG, rounded=False)
         return [found.seconds[phase]["products"] for phase in ("prefill", "decode")]
 
@@ -118,7 +132,9 @@ def test_row_by_row_reads_the_weights_for_every_batch():
     policy = Policy(48, 3, 0, 1, 0, 1, 0, 1)
     row = predict(flexgen(), policy, ROW, rounded=False)
     one = predict(flexgen(), replace(policy, num_gpu_batches=1), ZIGZAG, rounded=False)
-    assert row.prefill_s == pytest.approx(3 * one.prefill_s) and row.decode_s == pytest.approx(3 * one.decode_s)
+    assert row.prefill_s == pytest.approx(3 * one.prefill_s) and row.decode_s == pytest.approx(
+        3 * one.decode_s
+    )
     zigzag = predict(flexgen(), policy, ZIGZAG, rounded=False)
     assert row.seconds["decode"]["to_gpu"] > 2 * zigzag.seconds["decode"]["to_gpu"]
 
@@ -136,7 +152,11 @@ def test_a_shared_prefix_is_computed_once_and_seen_by_all():
 def test_every_scored_token_passes_the_head():
     lengths, policy = [(512, 1)] * 10, Policy(10, 1, 1, 0, 1, 0, 1, 0)
     plain, scored = (
-        predict(replace(flexgen("125m"), workload=Workload.of(lengths, scored_tokens=count)), policy, PREFILL_ONLY)
+        predict(
+            replace(flexgen("125m"), workload=Workload.of(lengths, scored_tokens=count)),
+            policy,
+            PREFILL_ONLY,
+        )
         for count in (0, 10 * 511)
     )
     head = opt("125m").head_flops_per_token * 10 * 511 / T4.gpu.matmul_flops["float16"].at(1e9)
@@ -159,7 +179,9 @@ def test_stages_share_the_layers_and_prefill_waits_for_the_pipeline():
 
 
 def on_machine(name, model="llama-3.1-8b", prompt=512, output=32, count=64, **more):
-    return planning_problem(config(model), load_profile(name), Workload.uniform(prompt, output, count), **more)
+    return planning_problem(
+        config(model), load_profile(name), Workload.uniform(prompt, output, count), **more
+    )
 
 
 def decode_parts(problem, shape, fractions):
@@ -179,9 +201,14 @@ def test_a_device_dequantizes_packed_weights_for_any_number_of_rows():
 
 def test_a_cache_in_host_memory_is_fetched_with_whole_slots():
     problem = on_machine("t4", prompt=100, output=80, cpu_attention=False)
-    shape, on_host = BlockShape(16, 2, ZIGZAG), fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True)
+    shape, on_host = (
+        BlockShape(16, 2, ZIGZAG),
+        fraction_vector(Policy(1, 1, 1, 0, 0, 1, 1, 0), True),
+    )
     expected = problem.kv_elements * 32 * 180 * 2 / problem.hardware.link.to_gpu_bytes_s
-    assert float(block_costs(problem, shape).decode["to_gpu"] @ on_host) == pytest.approx(expected, rel=0.01)
+    assert float(block_costs(problem, shape).decode["to_gpu"] @ on_host) == pytest.approx(
+        expected, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("ring, passes", [(1 << 20, 8), (1 << 40, 1)])
@@ -192,8 +219,15 @@ def test_a_layer_larger_than_the_ring_is_transferred_for_every_batch(ring, passe
     def read_s(access_s):
         machine = replace(T4, disk=replace(T4.disk, access_s=access_s))
         problem = WithRing(
-            config("llama-3.1-8b"), machine, Workload.uniform(64, 32, 64), FP16, compute_bytes=2, limits=ROOMY
+            config("llama-3.1-8b"),
+            machine,
+            Workload.uniform(64, 32, 64),
+            FP16,
+            compute_bytes=2,
+            limits=ROOMY,
         )
         return block_costs(problem, BlockShape(8, 8, ZIGZAG)).decode["disk_read"][WD]
 
-    assert read_s(1.0) - read_s(0.0) == pytest.approx(7 * 32 * passes), "7 matrices of 32 layers, 8 batches"
+    assert read_s(1.0) - read_s(0.0) == pytest.approx(7 * 32 * passes), (
+        "7 matrices of 32 layers, 8 batches"
+    )

@@ -1,4 +1,6 @@
-"""Mixtures in the planner: how many experts a batch uses, where they are placed, and what a pass reads of them."""
+"""Mixtures in the planner: how many experts a batch uses, where they are placed, and what a pass
+reads of them.
+"""
 
 import random
 from dataclasses import replace
@@ -42,7 +44,9 @@ def test_even_routing_uses_as_many_experts_as_the_formula_says(count, per_token,
 
 @pytest.mark.parametrize("count, per_token, skew", [(64, 4, 0.5), (64, 1, 1.0), (16, 8, 2.0)])
 def test_skewed_routing_uses_as_many_as_drawing_does(count, per_token, skew):
-    """Each expert by itself with its probability, found here by solving for the factor instead of by rank."""
+    """Each expert by itself with its probability, found here by solving for the factor instead of
+    by rank.
+    """
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2
@@ -50,24 +54,39 @@ def test_skewed_routing_uses_as_many_as_drawing_does(count, per_token, skew):
         low, high = (middle, high) if total < per_token else (low, middle)
     shares = [min(1.0, low * (rank + 1) ** -skew) for rank in range(count)]
     draw, tokens, trials = random.Random(0), 8, 2000
-    used = sum(any(draw.random() < share for _ in range(tokens)) for _ in range(trials) for share in shares) / trials
+    used = (
+        sum(
+            any(draw.random() < share for _ in range(tokens))
+            for _ in range(trials)
+            for share in shares
+        )
+        / trials
+    )
     assert expected_experts(count, per_token, tokens, skew) == pytest.approx(used, rel=0.03)
 
 
 @settings(max_examples=50)
-@given(st.integers(2, 128), st.integers(1, 8), st.floats(0, 3), st.lists(st.integers(1, 64), min_size=1, max_size=4))
+@given(
+    st.integers(2, 128),
+    st.integers(1, 8),
+    st.floats(0, 3),
+    st.lists(st.integers(1, 64), min_size=1, max_size=4),
+)
 def test_the_fitted_skew_explains_what_was_counted(count, per_token, skew, batches):
     per_token = min(count - 1, per_token)
     uses = 10_000
     counted = {
-        tokens: (uses, round(uses * expected_experts(count, per_token, tokens, skew))) for tokens in set(batches)
+        tokens: (uses, round(uses * expected_experts(count, per_token, tokens, skew)))
+        for tokens in set(batches)
     }
     fitted = fitted_skew(count, per_token, counted)
     again = sum(uses * expected_experts(count, per_token, tokens, fitted) for tokens in counted)
     assert again == pytest.approx(sum(used for _, used in counted.values()), rel=1e-3)
 
 
-@given(st.tuples(*[st.integers(0, 10)] * 2), st.sampled_from(["mixtral-8x7b-v0.1", "qwen3-30b-a3b"]))
+@given(
+    st.tuples(*[st.integers(0, 10)] * 2), st.sampled_from(["mixtral-8x7b-v0.1", "qwen3-30b-a3b"])
+)
 @settings(max_examples=20)
 def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
     gpu, cpu = shares[0] / 10, min(shares[1], 10 - shares[0]) / 10
@@ -81,7 +100,10 @@ def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
         else:
             assert of_experts.setdefault(expert, tier) == tier
     assert max(of_all) <= min(TIERS.index(tier) for tier in of_experts.values())
-    largest = max(sum(sizes[name] for name in sizes if expert_of(name) == next(iter(of_experts))), max(sizes.values()))
+    largest = max(
+        sum(sizes[name] for name in sizes if expert_of(name) == next(iter(of_experts))),
+        max(sizes.values()),
+    )
     for tier, achieved in achieved_fractions(sizes, placed).items():
         assert abs(achieved - fractions[tier]) * sum(sizes.values()) <= 2 * largest
 
@@ -89,11 +111,15 @@ def test_experts_are_placed_whole_behind_what_every_token_needs(shares, model):
 @pytest.mark.parametrize("batch, batches", [(8, 1), (64, 2), (100, 5)])
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_a_block_costs_what_is_read_and_converted_in_its_passes(batch, batches, passes):
-    """Qwen3-30B-A3B in 4 bits on a GPU, all of it on the disk, matrix by matrix and pass by pass."""
+    """Qwen3-30B-A3B in 4 bits on a GPU, all of it on the disk, matrix by matrix and pass by
+    pass.
+    """
     machine = load_profile("rtx3090")
     machine = replace(machine, disk=replace(machine.disk, access_s=0.0))
     lengths, limits = Workload.uniform(300, 9, 1), MemoryLimits(gpu=8 * GIB)
-    one = planning_problem(config("qwen3-30b-a3b"), machine, lengths, precision="4bit", limits=limits, endless=True)
+    one = planning_problem(
+        config("qwen3-30b-a3b"), machine, lengths, precision="4bit", limits=limits, endless=True
+    )
     on_disk = fraction_vector(Policy(1, 1, 0, 0, 1, 0, 1, 0), True)
     one.__dict__["offloads_only_experts"] = False  # each kind counts as offloaded, as it is
     costs = block_costs(one, BlockShape(batch, batches, ZIGZAG, passes=passes))
@@ -111,17 +137,33 @@ def test_a_block_costs_what_is_read_and_converted_in_its_passes(batch, batches, 
         if one.precision.format_of(name) is not None:
             times = used * tiles if is_expert else prompt_batches
             seconds += passes * times * prod(shape) / machine.gpu.dequantize_elements_s
-    assert float(costs.prefill["disk_read"] @ on_disk) == pytest.approx(read / machine.disk.read_bytes_s, rel=1e-3)
-    assert float(costs.prefill["convert"] @ on_disk) == pytest.approx(seconds, rel=0.02), "but for routers"
+    assert float(costs.prefill["disk_read"] @ on_disk) == pytest.approx(
+        read / machine.disk.read_bytes_s, rel=1e-3
+    )
+    assert float(costs.prefill["convert"] @ on_disk) == pytest.approx(seconds, rel=0.02), (
+        "but for routers"
+    )
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 40), st.integers(1, 8), st.integers(30, 900), st.integers(2, 40), st.integers(6, 24))
-def test_a_block_takes_the_fewest_passes_whose_hidden_states_have_room(batch, batches, prompt, output, gib):
-    """Four hidden states of 2,048 values for each token, and one token of each sequence of earlier passes."""
+@given(
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(30, 900),
+    st.integers(2, 40),
+    st.integers(6, 24),
+)
+def test_a_block_takes_the_fewest_passes_whose_hidden_states_have_room(
+    batch, batches, prompt, output, gib
+):
+    """Four hidden states of 2,048 values for each token, and one token of each sequence of earlier
+    passes.
+    """
     limits = MemoryLimits(gpu=gib * GIB, cpu=100 * GIB, disk=1000 * GIB)
     lengths = Workload.uniform(prompt, output, 1)
-    one = planning_problem(config("qwen3-30b-a3b"), load_profile("rtx3090"), lengths, limits=limits, endless=True)
+    one = planning_problem(
+        config("qwen3-30b-a3b"), load_profile("rtx3090"), lengths, limits=limits, endless=True
+    )
     policy, sequences = Policy(batch, batches, 0, 1, 0, 1, 1, 0), batch * batches
     found = predict(one, policy, ZIGZAG)
 
@@ -138,10 +180,14 @@ def test_a_block_takes_the_fewest_passes_whose_hidden_states_have_room(batch, ba
 
 def test_a_single_pass_over_all_requests_is_not_chosen_where_experts_are_streamed():
     lengths, limits = Workload.uniform(512, 1, 1000), MemoryLimits(gpu=10 * GIB)
-    one = planning_problem(config("gpt-oss-120b"), load_profile("rtx3090"), lengths, precision="4bit", limits=limits)
+    one = planning_problem(
+        config("gpt-oss-120b"), load_profile("rtx3090"), lengths, precision="4bit", limits=limits
+    )
     assert search(one).schedule is ZIGZAG
     assert search(one, (PREFILL_ONLY,)).prediction.passes > 1, "who asks for it has it, in parts"
-    small = planning_problem(config("qwen3-30b-a3b"), load_profile("h100"), Workload.uniform(512, 1, 1000))
+    small = planning_problem(
+        config("qwen3-30b-a3b"), load_profile("h100"), Workload.uniform(512, 1, 1000)
+    )
     assert search(small).schedule is PREFILL_ONLY, "experts that are resident are read by nobody"
 
 
@@ -165,6 +211,8 @@ def test_slots_hold_the_largest_expert_several_times_and_a_ring_that_nothing_nee
     if limit == 64:
         assert not plan.streams_weights
         return
-    ring_needed = any(tier == "disk" and expert_of(name) is None for name, tier in plan.weights.items())
+    ring_needed = any(
+        tier == "disk" and expert_of(name) is None for name, tier in plan.weights.items()
+    )
     assert (plan.staging_bytes > 0) == ring_needed == (limit == 2)
     assert plan.staging_bytes + plan.expert_bytes == sizes.num_bytes

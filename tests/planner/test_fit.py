@@ -1,4 +1,6 @@
-"""Where weights fit: the rule of `plan_memory` for the whole catalog, and sizes that agree with published ones."""
+"""Where weights fit: the rule of `plan_memory` for the whole catalog, and sizes that agree with
+published ones.
+"""
 
 from math import prod
 
@@ -8,7 +10,13 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.names import planned_precision
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import expert_of, tensor_shapes
-from flexgen_helm.planner.placement import UNLIMITED, Machine, StorageSizes, expert_slot_bytes, storage_sizes
+from flexgen_helm.planner.placement import (
+    UNLIMITED,
+    Machine,
+    StorageSizes,
+    expert_slot_bytes,
+    storage_sizes,
+)
 from flexgen_helm.planner.weight_placement import fit, place_weights, weight_bytes
 from flexgen_helm.quant.precisions import PRECISIONS
 
@@ -38,7 +46,9 @@ def test_it_is_the_slowest_tier_with_a_share(name, precision, machine, expected)
 
 
 def _cases():
-    """Return the distinct models of the catalog in two precisions, with the formats of published ones."""
+    """Return the distinct models of the catalog in two precisions, with the formats of published
+    ones.
+    """
     cases = {
         (entry.config, planned_precision(name, precision)): None
         for name, entry in CATALOG.items()
@@ -51,7 +61,9 @@ def _cases():
 def test_sizes_by_kind_of_layer_are_those_of_the_single_tensors():
     for config, precision in _cases():
         sizes, shapes = StorageSizes(config, precision), tensor_shapes(config)
-        matrices = {name: sizes.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1}
+        matrices = {
+            name: sizes.num_bytes(name, shape) for name, shape in shapes.items() if len(shape) > 1
+        }
         vectors = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1}
         slots = {}
         for name, size in matrices.items():
@@ -61,7 +73,9 @@ def test_sizes_by_kind_of_layer_are_those_of_the_single_tensors():
         assert sizes.matrix_bytes == sum(matrices.values())
         assert sizes.largest_matrix == max(matrices.values())
         assert sizes.num_values == sum(prod(shapes[name]) for name in matrices)
-        assert sizes.vector_bytes(2) == sum((4 if config.has_float32(name) else 2) * n for name, n in vectors.items())
+        assert sizes.vector_bytes(2) == sum(
+            (4 if config.has_float32(name) else 2) * n for name, n in vectors.items()
+        )
         assert config.num_parameters == sizes.num_values + sum(vectors.values())
         assert expert_slot_bytes(sizes) == max(slots.values(), default=0)
 
@@ -70,7 +84,9 @@ def test_sizes_by_kind_of_layer_are_those_of_the_single_tensors():
 @pytest.mark.parametrize("limits", MACHINES)
 def test_it_is_where_placing_every_matrix_leaves_them(limits):
     tier = "gpu" if limits["gpu"] else "cpu"
-    machine = Machine({**limits, "disk": UNLIMITED}, tier, "float16" if limits["gpu"] else "float32")
+    machine = Machine(
+        {**limits, "disk": UNLIMITED}, tier, "float16" if limits["gpu"] else "float32"
+    )
     for config, precision in _cases():
         try:
             placed = place_weights(storage_sizes(config, precision), machine)
@@ -78,7 +94,9 @@ def test_it_is_where_placing_every_matrix_leaves_them(limits):
             expected = "too large for the memory"
         else:
             num_bytes = sum(placed.bytes_on("disk").values())
-            in_memory = "in GPU memory" if limits["gpu"] and not placed.bytes_on("cpu") else "in memory"
+            in_memory = (
+                "in GPU memory" if limits["gpu"] and not placed.bytes_on("cpu") else "in memory"
+            )
             expected = "offloaded to disk" if num_bytes else in_memory
             expected = "too large for the disk" if num_bytes > limits["disk"] else expected
         assert fit(config, precision, limits) == expected, config

@@ -1,4 +1,6 @@
-"""Laws that every plan keeps: feasible work is planned, best by its own prediction, and never below what bounds it."""
+"""Laws that every plan keeps: feasible work is planned, best by its own prediction, and never below
+what bounds it.
+"""
 
 import random
 from dataclasses import replace
@@ -22,11 +24,21 @@ from tests.helpers.shares import share_of
 
 GIB = 1 << 30
 MACHINES = ("laptop", "t4", "rtx3090", "a100", "h100", "h200")
-MODELS = ("opt-125m", "opt-6.7b", "llama-3.1-8b", "phi-4", "mixtral-8x7b-v0.1", "opt-30b", "gpt-oss-120b")
+MODELS = (
+    "opt-125m",
+    "opt-6.7b",
+    "llama-3.1-8b",
+    "phi-4",
+    "mixtral-8x7b-v0.1",
+    "opt-30b",
+    "gpt-oss-120b",
+)
 
 
 def problem_of(model, machine, workload, **more):
-    return planning_problem(config(model), load_profile(machine), Workload.uniform(*workload), **more)
+    return planning_problem(
+        config(model), load_profile(machine), Workload.uniform(*workload), **more
+    )
 
 
 def found_or_none(problem, **more):
@@ -48,12 +60,18 @@ def check_scoring(model, machine, **limits):
         return False
     many = search(problem_of(model, machine, (longest, 1, 5100), **allowed))
     assert many.prediction.feasible
-    assert one.prediction.latency_s <= many.prediction.latency_s < 5100 * one.prediction.latency_s * 1.01
+    assert (
+        one.prediction.latency_s
+        <= many.prediction.latency_s
+        < 5100 * one.prediction.latency_s * 1.01
+    )
     return True
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("model, machine", [("llama-3.1-70b-instruct", "rtx3090"), ("opt-30b", "t4")])
+@pytest.mark.parametrize(
+    "model, machine", [("llama-3.1-70b-instruct", "rtx3090"), ("opt-30b", "t4")]
+)
 def test_a_data_set_that_no_pass_can_hold_is_scored_in_blocks(model, machine):
     assert check_scoring(model, machine, cpu=64 * GIB, disk=2000 * GIB)
     assert check_scoring(model, machine, cpu=160 * GIB, disk=0), "no hidden states on the disk"
@@ -69,7 +87,9 @@ def test_scoring_is_planned_wherever_one_sequence_fits(machine):
 
 def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
     problem = problem_of("opt-30b", "t4", (600, 1, 5100), limits=MemoryLimits(cpu=80 * GIB, disk=0))
-    with pytest.raises(MemoryLimitError, match=r"prefill-only has 5,100 sequences.*leave --schedule out") as refused:
+    with pytest.raises(
+        MemoryLimitError, match=(r"prefill-only has 5,100 sequences.*leave --schedule out")
+    ) as refused:
         search(problem, (PREFILL_ONLY,))
     assert "one sequence" not in str(refused.value)
     assert search(problem).schedule == ZIGZAG
@@ -95,10 +115,18 @@ def test_a_latency_that_is_told_to_suffice_suffices(gpu, cpu, count, output):
 problems = st.tuples(
     st.sampled_from(MODELS),
     st.sampled_from(MACHINES[:4]),
-    st.tuples(st.sampled_from([10, 100, 512, 1500]), st.sampled_from([1, 2, 8, 32]), st.integers(1, 40)),
+    st.tuples(
+        st.sampled_from([10, 100, 512, 1500]), st.sampled_from([1, 2, 8, 32]), st.integers(1, 40)
+    ),
     st.sampled_from(["fp16", "4bit"]),
 )
-SHARES = [[1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 0], [0.5, 0.5, 0, 1, 0, 1]]
+SHARES = [
+    [1, 0, 1, 0, 1, 0],
+    [1, 0, 0, 1, 1, 0],
+    [0, 1, 0, 1, 0, 1],
+    [0, 1, 1, 0, 1, 0],
+    [0.5, 0.5, 0, 1, 0, 1],
+]
 
 
 @pytest.mark.slow
@@ -107,7 +135,8 @@ SHARES = [[1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1], [0, 1, 1, 
 @example(("opt-30b", "t4", (512, 32, 3), "fp16"))
 @example(("mixtral-8x7b-v0.1", "t4", (1500, 2, 9), "fp16"))
 @example(("opt-6.7b", "rtx3090", (1500, 32, 17), "fp16"))  # 9 and 8 sequences
-@example(("opt-6.7b", "t4", (10, 2, 50), "4bit"))  # three prompts are as many rows as packed products take
+# three prompts are as many rows as packed products take
+@example(("opt-6.7b", "t4", (10, 2, 50), "4bit"))
 def test_no_block_shape_beats_the_searched_one_by_its_own_latency(drawn):
     model, machine, workload, precision = drawn
     problem = problem_of(model, machine, workload, precision=precision)
@@ -142,10 +171,14 @@ def test_more_of_a_resource_never_makes_a_plan_worse(drawn, what):
         field = "bytes" if what == "disk" else "memory_bytes"
         part = getattr(hardware, what)
         hardware = replace(hardware, **{what: replace(part, **{field: 2 * getattr(part, field)})})
-        more = replace(problem, hardware=hardware, limits={**problem.limits, what: 2 * problem.limits[what]})
+        more = replace(
+            problem, hardware=hardware, limits={**problem.limits, what: 2 * problem.limits[what]}
+        )
     elif what == "link":
         assume(hardware.link is not None)
-        rates = {name: 2 * rate for name, rate in vars(hardware.link).items() if name.endswith("bytes_s")}
+        rates = {
+            name: 2 * rate for name, rate in vars(hardware.link).items() if name.endswith("bytes_s")
+        }
         more = replace(problem, hardware=replace(hardware, link=replace(hardware.link, **rates)))
     elif what == "read":
         disk = replace(hardware.disk, read_bytes_s=2 * hardware.disk.read_bytes_s)
@@ -161,9 +194,13 @@ def test_more_of_a_resource_never_makes_a_plan_worse(drawn, what):
 
 
 def least_seconds(problem, policy):
-    """Bytes over bandwidth and operations over rate, counted by hand from where each matrix is placed."""
+    """Bytes over bandwidth and operations over rate, counted by hand from where each matrix is
+    placed.
+    """
     config, hardware, workload = problem.config, problem.hardware, problem.workload
-    placed = choose_tiers(problem.storage.matrices, tier_fractions(policy, "weights", hardware.gpu is not None))
+    placed = choose_tiers(
+        problem.storage.matrices, tier_fractions(policy, "weights", hardware.gpu is not None)
+    )
     streamed = {"cpu": 0.0, "disk": 0.0}
     for stage in stage_names(config):
         if stage == EMBED:
@@ -186,7 +223,9 @@ def least_seconds(problem, policy):
     return max(seconds)
 
 
-tenths = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda n: (n[0] / 10, min(n[1], 10 - n[0]) / 10))
+tenths = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(
+    lambda n: (n[0] / 10, min(n[1], 10 - n[0]) / 10)
+)
 
 
 @given(
@@ -206,7 +245,9 @@ tenths = st.tuples(st.integers(0, 10), st.integers(0, 10)).map(lambda n: (n[0] /
 def test_no_prediction_is_below_bytes_over_bandwidth_or_operations_over_rate(
     model, machine, weights, workload, block, precision, learnt
 ):
-    """learnt: share of the processor's rates, above 1 where the machine was busy when it was measured."""
+    """learnt: share of the processor's rates, above 1 where the machine was busy when it was
+    measured.
+    """
     problem = problem_of(model, machine, workload, precision=precision)
     machine = replace(problem.hardware, prefill_share=learnt, decode_share=learnt)
     problem = replace(problem, hardware=machine)

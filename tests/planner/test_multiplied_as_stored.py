@@ -1,4 +1,6 @@
-"""Where the host multiplies weights in 16 bits as they rest, nothing is converted, copied, or planned for copies."""
+"""Where the host multiplies weights in 16 bits as they rest, nothing is converted, copied, or
+planned for copies.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,8 @@ from tests.helpers.planning_problems import MIB, config
 OPT = config("opt-125m")
 ROOMY = {"gpu": 1 << 40, "cpu": 1 << 40, "disk": 1 << 40}
 LAPTOP = load_profile("laptop")
-# The same machine with the unit: twice the rate for weights in float16, three times for those in bfloat16.
+# The same machine with the unit: twice the rate for weights in float16, three times for those in
+# bfloat16.
 _CURVE = LAPTOP.cpu.matmul_flops["float32"]
 _RATES = {
     name: Curve(tuple((rows, factor * rate) for rows, rate in _CURVE.points))
@@ -27,12 +30,19 @@ UNIT = replace(LAPTOP, cpu=replace(LAPTOP.cpu, matmul_flops=_RATES, upcast_eleme
 
 def problem(hardware, storage_dtype="float16", precision="fp16"):
     return planning_problem(
-        OPT, hardware, Workload.uniform(64, 512, 32), precision=precision, storage_dtype=storage_dtype
+        OPT,
+        hardware,
+        Workload.uniform(64, 512, 32),
+        precision=precision,
+        storage_dtype=storage_dtype,
     )
 
 
 def test_copies_are_kept_where_they_are_of_use_and_fit():
-    converts, as_stored = Machine(ROOMY, "cpu"), Machine(ROOMY, "cpu", multiplied_as_stored="float16")
+    converts, as_stored = (
+        Machine(ROOMY, "cpu"),
+        Machine(ROOMY, "cpu", multiplied_as_stored="float16"),
+    )
     model = StorageSizes(OPT)
     assert keeps_copies(model, converts) and place_weights(model, converts).compute_copies
     assert not keeps_copies(model, as_stored) and not place_weights(model, as_stored).compute_copies
@@ -53,7 +63,10 @@ def test_nothing_is_converted_and_half_of_the_bytes_are_read():
     assert seconds(LAPTOP)["convert"] > 0 == seconds(UNIT)["convert"]
     # Products that take no time but that of reading the weights.
     fast = Curve(((1, 1e30),))
-    reading = [seconds(hardware, matmul_flops={"float32": fast}, step_s=0.0)["products"] for hardware in (LAPTOP, UNIT)]
+    reading = [
+        seconds(hardware, matmul_flops={"float32": fast}, step_s=0.0)["products"]
+        for hardware in (LAPTOP, UNIT)
+    ]
     assert reading[1] == pytest.approx(reading[0] / 2, rel=1e-6)
 
 

@@ -28,7 +28,9 @@ class TestThePapersTables:
         ours = [
             abs(row["error"])
             for row in found["rows"]
-            if row["system"].startswith("FlexGen") and row["error"] is not None and float(row["tokens_per_s"]) >= 0.05
+            if row["system"].startswith("FlexGen")
+            and row["error"] is not None
+            and float(row["tokens_per_s"]) >= 0.05
         ]
         assert len(ours) == 24
         assert np.median(ours) <= 0.10 and max(ours) <= 0.40
@@ -37,10 +39,14 @@ class TestThePapersTables:
             assert row["feasible"] == (row["tokens_per_s"] != "OOM"), row
 
     def test_phases_are_those_of_the_papers_breakdown(self):
-        """OPT-175B without overlap: 2,711 s of prefill, 11,315 s of decoding; and the decoding rates of one GPU."""
+        """OPT-175B without overlap: 2,711 s of prefill, 11,315 s of decoding; and the decoding
+        rates of one GPU.
+        """
         rows = evaluate_csv(PAPER / "throughput.csv", T4)["rows"]
         breakdown = next(
-            r for r in rows if r["model"] == "opt-175b" and r["overlap"] == "0" and r["system"] == "FlexGen"
+            r
+            for r in rows
+            if r["model"] == "opt-175b" and r["overlap"] == "0" and r["system"] == "FlexGen"
         )
         assert breakdown["predicted_prefill_s"] == pytest.approx(2711, rel=0.25)
         assert breakdown["predicted_decode_s"] == pytest.approx(11315, rel=0.25)
@@ -55,7 +61,10 @@ class TestThePapersTables:
     def test_the_range_of_a_plan_holds_four_fifths_of_the_rows(self):
         """As its sentence says."""
         fitted = evaluate_csv(PAPER / "throughput.csv", T4)["summary"]
-        assert (fitted["within_range"]["n"], fitted["n"]) == (25, 28) and "25 of its 28 rows" in FITTED.source
+        assert (fitted["within_range"]["n"], fitted["n"]) == (
+            25,
+            28,
+        ) and "25 of its 28 rows" in FITTED.source
 
 
 OTHERS = MACHINES.parent / "other_machines.csv"
@@ -69,7 +78,8 @@ def test_rows_of_other_machines_have_sources_and_errors_by_machine():
     assert found["summary"]["n"] == 17 and found["summary"]["median_error"] <= 0.18
     assert all(own["median_error"] < 0.2 for own in found["summary"]["by_system"].values())
     within = summarize(found["rows"], DATA_SHEET)["within_range"]["n"]
-    assert within == 16 and "44 of 45 published runs" in DATA_SHEET.source  # with all 28 of the paper's T4
+    # with all 28 of the paper's T4
+    assert within == 16 and "44 of 45 published runs" in DATA_SHEET.source
 
 
 # The paper's settings at prompt 512 (its main table): the policy that its authors ran.
@@ -106,8 +116,12 @@ def test_four_gpus_decode_more_than_four_times_as_fast_as_one():
     errors = {label: row["predicted"] / row["paper"] - 1 for label, row in table.items()}
     assert len(table) == 12 and np.median(np.abs(list(errors.values()))) <= 0.2
     for model in ("opt-6.7b", "opt-30b", "opt-175b"):
-        one, four = (table[f"{model}, {gpus} GPU, decoding tokens/s"]["predicted"] for gpus in (1, 4))
+        one, four = (
+            table[f"{model}, {gpus} GPU, decoding tokens/s"]["predicted"] for gpus in (1, 4)
+        )
         assert four > 4 * one
     assert all(PIPELINE.holds(1 + error) for label, error in errors.items() if "4 GPU" in label)
-    slow = on_devices(replace(T4, prefill_share=T4.prefill_share / 3, decode_share=T4.decode_share / 3))
+    slow = on_devices(
+        replace(T4, prefill_share=T4.prefill_share / 3, decode_share=T4.decode_share / 3)
+    )
     assert np.median([abs(row["predicted"] / row["paper"] - 1) for row in slow]) > 0.2

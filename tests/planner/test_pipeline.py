@@ -1,4 +1,6 @@
-"""Layers and requests of a pipeline: every layer on one rank, every request in one lane, limits that suit all."""
+"""Layers and requests of a pipeline: every layer on one rank, every request in one lane, limits
+that suit all.
+"""
 
 import math
 from dataclasses import replace
@@ -44,7 +46,9 @@ def test_parts_have_every_tensor_of_the_model_and_a_tied_table_twice(name, num_r
     layer = 0
     for part in parts:
         for index in range(part.num_layers):
-            assert part.window(index) == config.window(layer) and part.layer_rope(index) == config.layer_rope(layer)
+            assert part.window(index) == config.window(layer) and part.layer_rope(
+                index
+            ) == config.layer_rope(layer)
             assert (part.moe(index) is None) == (config.moe(layer) is None)
             layer += 1
     assert sum(part.linear_flops_per_token for part in parts) == config.linear_flops_per_token
@@ -65,7 +69,10 @@ def test_no_other_division_has_a_smaller_largest_share(layers, num_ranks):
     def largest(last):
         return max(last + head, math.ceil((layers - last) / (num_ranks - 1)))
 
-    assert max(*counts[:-1], counts[-1] + head) <= min(map(largest, range(1, layers - num_ranks + 2))) + 1e-9
+    assert (
+        max(*counts[:-1], counts[-1] + head)
+        <= min(map(largest, range(1, layers - num_ranks + 2))) + 1e-9
+    )
 
 
 def test_layers_are_divided_as_the_user_says():
@@ -77,14 +84,21 @@ def test_layers_are_divided_as_the_user_says():
 
 
 LIMITS = SchedulerLimits(64, 64, 100, 4000, 512)
-asked = st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=30), st.integers(0, 20)), max_size=30)
+asked = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), max_size=30), st.integers(0, 20)), max_size=30
+)
 
 
 @given(asked, st.integers(1, 8))
 def test_every_request_is_in_one_lane_and_lanes_have_similar_loads(asked, lanes):
-    requests = [Request(GenerationRequest(prompt_token_ids=ids, max_tokens=n), ids, 0, None) for ids, n in asked]
+    requests = [
+        Request(GenerationRequest(prompt_token_ids=ids, max_tokens=n), ids, 0, None)
+        for ids, n in asked
+    ]
     divided = divide(requests, lanes)
-    assert len(divided) == lanes and sorted(map(id, requests)) == sorted(id(r) for lane in divided for r in lane)
+    assert len(divided) == lanes and sorted(map(id, requests)) == sorted(
+        id(r) for lane in divided for r in lane
+    )
     loads = [sum(len(r.tokens) + r.request.max_tokens for r in lane) for lane in divided]
     largest = max((len(ids) + n for ids, n in asked), default=0)
     assert max(loads) - min(loads) <= 2 * largest
@@ -107,13 +121,18 @@ def test_common_beginnings_share_a_lane():
         (0, 4000, 4, ROW, 1),
     ],
 )
-def test_a_lane_has_room_for_the_longest_request(num_requests, cache_tokens, num_ranks, schedule, expected):
+def test_a_lane_has_room_for_the_longest_request(
+    num_requests, cache_tokens, num_ranks, schedule, expected
+):
     request = GenerationRequest(prompt_token_ids=[1], max_tokens=500)
     requests = [Request(request, [1] * 1000, 0, None) for _ in range(num_requests)]
     limits = replace(LIMITS, cache_tokens=cache_tokens)
     lanes, shared_limits = into_lanes(requests, limits, num_ranks, schedule)
     assert len(lanes) == expected and sum(map(len, lanes)) == num_requests
-    assert shared_limits.cache_tokens == cache_tokens // expected and shared_limits.max_sequences == 100 // expected
+    assert (
+        shared_limits.cache_tokens == cache_tokens // expected
+        and shared_limits.max_sequences == 100 // expected
+    )
 
 
 def test_common_limits_suit_every_rank():

@@ -18,7 +18,9 @@ from tests.helpers.planning_problems import LAPTOP, MIB, config
 TIGHT = {"gpu": 0, "cpu": 150 * MIB, "disk": 4000 * MIB}
 ROOMY = {"gpu": 0, "cpu": 4000 * MIB, "disk": 4000 * MIB}
 WORKLOAD = Workload.uniform(32, 8, 24)
-SIZE = RunSize(longest=39, prompt_tokens=24 * 32, longest_decoded=39, longest_steps=7, workload=WORKLOAD)
+SIZE = RunSize(
+    longest=39, prompt_tokens=24 * 32, longest_decoded=39, longest_steps=7, workload=WORKLOAD
+)
 
 
 @dataclass
@@ -38,7 +40,9 @@ def planner_of(limits, choices=Choices(), found=replace(LAPTOP, gpu=None, link=N
 
 def test_weights_that_fit_stay_and_nothing_is_searched():
     planner = planner_of(ROOMY)
-    assert planner.place("opt-125m").shares == {"gpu": 0, "cpu": 1, "disk": 0} and not planner.searches
+    assert (
+        planner.place("opt-125m").shares == {"gpu": 0, "cpu": 1, "disk": 0} and not planner.searches
+    )
     plan = planner.plan(SIZE, ROOMY)
     assert (plan.policy, plan.schedule, plan.weights["cpu"]) == (None, ROW, 1)
 
@@ -50,7 +54,9 @@ def test_weights_that_do_not_fit_are_placed_by_a_search_and_so_are_runs():
     plan = planner.plan(SIZE, {**TIGHT, "cpu": 60 * MIB})
     assert plan.policy is not None and plan.weights == placement.shares
     forced = planner.plan(SIZE, {**TIGHT, "cpu": 60 * MIB}, ZIGZAG)
-    assert (forced.policy, forced.schedule) == (None, ZIGZAG), "what all ranks must follow is not searched"
+    assert (forced.policy, forced.schedule) == (None, ZIGZAG), (
+        "what all ranks must follow is not searched"
+    )
 
 
 def test_without_a_profile_a_rule_of_thumb_plans_and_nothing_is_learnt():
@@ -65,7 +71,10 @@ def test_without_a_profile_a_rule_of_thumb_plans_and_nothing_is_learnt():
 def test_a_choice_of_the_user_decides():
     policy = Policy(6, 2, wc=0.3)
     planner = planner_of(TIGHT, Choices(policy, ROW))
-    assert planner.place("opt-125m").shares["cpu"] == pytest.approx(0.3, abs=0.02) and not planner.searches
+    assert (
+        planner.place("opt-125m").shares["cpu"] == pytest.approx(0.3, abs=0.02)
+        and not planner.searches
+    )
     plan = planner.plan(SIZE, {**TIGHT, "cpu": 60 * MIB})
     assert (plan.policy, plan.schedule) == (policy, ROW)
     with pytest.raises(MemoryLimitError, match="opt-125m runs with"):
@@ -85,7 +94,9 @@ def test_what_a_run_taught_moves_the_next_prediction_to_what_was_measured():
     record |= {f"{phase}_s": blocks * spent["compute"] for phase, spent in measured.seconds.items()}
     first = planner.learn(plan, WORKLOAD, 24, record, is_whole=False)
     assert first.latency_s < 0.6 * measured.latency_s
-    assert planner.learn(plan, WORKLOAD, 24, record) == first, "nothing is learnt from one rank of a pipeline"
+    assert planner.learn(plan, WORKLOAD, 24, record) == first, (
+        "nothing is learnt from one rank of a pipeline"
+    )
     for _ in range(6):
         last = planner.learn(plan, WORKLOAD, 24, record)
     assert last.latency_s == pytest.approx(measured.latency_s, rel=0.05)

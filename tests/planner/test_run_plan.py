@@ -59,13 +59,17 @@ def test_a_plan_is_described_in_one_line():
         {"gpu": 0.0, "cpu": 0.4, "disk": 0.6},
         {"gpu": 1.0, "cpu": 0.0, "disk": 0.0},
         SchedulerLimits(
-            batch_tokens=4096, batch_sequences=48, max_sequences=384, cache_tokens=10**6, pass_tokens=10**6
+            batch_tokens=4096,
+            batch_sequences=48,
+            max_sequences=384,
+            cache_tokens=10**6,
+            pass_tokens=10**6,
         ),
         {"gpu": 0, "cpu": 4 << 30, "disk": 6 << 30},
     )
     assert plan.describe(5000) == (
-        "streams 18% of the weights from memory and 62% of the weights from disk, KV cache 40% in memory and 60% on "
-        "disk, block of 384 in batches of 48, schedule zigzag"
+        "streams 18% of the weights from memory and 62% of the weights from disk, KV cache 40% in "
+        "memory and 60% on disk, block of 384 in batches of 48, schedule zigzag"
     )
     in_memory = {"gpu": 0.0, "cpu": 1.0, "disk": 0.0}
     resident = replace(plan, compute_tier="cpu", schedule=ROW, weights=in_memory, cache=in_memory)

@@ -1,4 +1,6 @@
-"""Schedules are records: their orders are complete, and no other module of the package knows one by its name."""
+"""Schedules are records: their orders are complete, and no other module of the package knows one by
+its name.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,9 @@ from flexgen_helm.scheduling.scheduler import WorkItem, work_items
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
 @given(st.integers(1, 12), st.integers(1, 12))
 @settings(max_examples=20)
-def test_an_order_takes_every_batch_through_all_stages_in_sequence(schedule, num_stages, num_batches):
+def test_an_order_takes_every_batch_through_all_stages_in_sequence(
+    schedule, num_stages, num_batches
+):
     items = list(schedule.order(num_stages, num_batches))
     for batch in range(num_batches):
         assert [stage for stage, visited in items if visited == batch] == list(range(num_stages))

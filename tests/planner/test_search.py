@@ -1,4 +1,6 @@
-"""The search against a grid of policies, and its laws: limits hold, more memory never hurts, order means nothing."""
+"""The search against a grid of policies, and its laws: limits hold, more memory never hurts, order
+means nothing.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,13 @@ from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 
 
-@given(st.integers(30, 600), st.integers(20, 900), st.integers(1, 64), st.integers(1, 200), st.integers(1, 40))
+@given(
+    st.integers(30, 600),
+    st.integers(20, 900),
+    st.integers(1, 64),
+    st.integers(1, 200),
+    st.integers(1, 40),
+)
 @settings(max_examples=8)
 def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
     problem = small(gpu, cpu, prompt=prompt, output=output, count=count)
@@ -44,11 +52,15 @@ def test_what_is_found_fits_and_sums_to_one(gpu, cpu, count, prompt, output):
 @given(st.integers(30, 400), st.integers(60, 600), st.booleans())
 @settings(max_examples=8)
 def test_an_engine_can_load_the_weights_as_searched(mib, host_mib, has_gpu):
-    """Vectors, staging and copies in the compute dtype included: the engine refuses what exceeds a tier."""
+    """Vectors, staging and copies in the compute dtype included: the engine refuses what exceeds a
+    tier.
+    """
     problem = small(mib, host_mib)
     if not has_gpu:
         limits = MemoryLimits(cpu=mib * MIB, disk=4000 * MIB)
-        problem = planning_problem(config("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24), limits=limits)
+        problem = planning_problem(
+            config("opt-125m"), LAPTOP, Workload.uniform(32, 8, 24), limits=limits
+        )
     try:
         policy = search(problem).policy
     except MemoryLimitError:
@@ -80,15 +92,21 @@ def test_a_latency_is_kept_and_costs_throughput():
     "gpu, cpu, disk, flag", [(2, 2000, 4000, "--gpu-memory"), (100, 20, 10, "--(disk|cpu-memory)")]
 )
 def test_what_is_needed_is_told_in_bytes(gpu, cpu, disk, flag):
-    with pytest.raises(MemoryLimitError, match=rf"needs [^;]* \([\d,]+ bytes\) [^;]*, {flag} allows .*; raise --"):
+    with pytest.raises(
+        MemoryLimitError, match=(rf"needs [^;]* \([\d,]+ bytes\) [^;]*, {flag} allows .*; raise --")
+    ):
         search(small(gpu, cpu, disk))
 
 
 GIB = 1 << 30
 
 
-def thirty_billion(memory_gib, disk_gib, precision="fp16", gpu_bytes=None, name="measured", **limits):
-    """OPT-30B (60 GB in FP16, 17 GB in 4 bits) on a machine without a gpu, or with a simulated one; limits in GiB."""
+def thirty_billion(
+    memory_gib, disk_gib, precision="fp16", gpu_bytes=None, name="measured", **limits
+):
+    """OPT-30B (60 GB in FP16, 17 GB in 4 bits) on a machine without a gpu, or with a simulated one;
+    limits in GiB.
+    """
     cpu = replace(LAPTOP.cpu, memory_bytes=memory_gib * GIB)
     disk = replace(LAPTOP.disk, bytes=disk_gib * GIB)
     machine = replace(LAPTOP, name=name, cpu=cpu, disk=disk, gpu=None, link=None)
@@ -96,7 +114,9 @@ def thirty_billion(memory_gib, disk_gib, precision="fp16", gpu_bytes=None, name=
         machine = simulated_gpu(machine, None)
     allowed = MemoryLimits(gpu=gpu_bytes, **{tier: gib * GIB for tier, gib in limits.items()})
     workload = Workload.uniform(512, 32, 1)
-    return planning_problem(config("opt-30b"), machine, workload, precision=precision, limits=allowed, endless=True)
+    return planning_problem(
+        config("opt-30b"), machine, workload, precision=precision, limits=allowed, endless=True
+    )
 
 
 ROOM = "make room on the disk or name another folder with --offload-dir"
@@ -133,7 +153,10 @@ def test_missing_bytes_and_the_flag_are_told(machine, more, told, remedies, enou
 
 def test_matrices_that_cannot_be_cut_are_no_missing_zero_bytes():
     """All bytes fit three full tiers, but no tier holds a part of a matrix."""
-    words = r"up to 73\.6 MiB \(77,217,792 bytes\) more, because a matrix is never split; raise --gpu-memory"
+    words = (
+        r"up to 73\.6 MiB \(77,217,792 bytes\) more, because a matrix is never split; raise "
+        r"--gpu-memory"
+    )
     with pytest.raises(MemoryLimitError, match=words):
         search(small(30, 116, 120))
 
@@ -157,6 +180,13 @@ def test_a_plan_says_why_and_what_would_help():
     made = make_plan(small(64, 150))
     assert made.why.startswith("Bound by the ") and "twice as fast" in made.why
     told = made.to_json()
-    assert told["feasible"] and set(told["policy"]) >= {"gpu_batch_size", "wd", "cd", "hd", "schedule", "precision"}
+    assert told["feasible"] and set(told["policy"]) >= {
+        "gpu_batch_size",
+        "wd",
+        "cd",
+        "hd",
+        "schedule",
+        "precision",
+    }
     refused = make_plan(small(64, 150), policy=Policy(4, 1, 1.0, 0.0))
     assert "Does not fit: needs" in refused.why and not refused.to_json()["feasible"]

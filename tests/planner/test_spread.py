@@ -1,4 +1,6 @@
-"""The range of a plan: which one a machine has, and that runs stored with the project are within it."""
+"""The range of a plan: which one a machine has, and that runs stored with the project are within
+it.
+"""
 
 import json
 from dataclasses import replace
@@ -6,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from flexgen_helm.hardware.profile import PROFILED, load_profile, shipped_profiles
-from flexgen_helm.planner.plan import DATA_SHEET, FITTED, LEARNT, NEW, PIPELINE, simulated_gpu, spread_of
+from flexgen_helm.planner.plan import (
+    DATA_SHEET,
+    FITTED,
+    LEARNT,
+    NEW,
+    PIPELINE,
+    simulated_gpu,
+    spread_of,
+)
 from tests.helpers.paths import ROOT
 
 T4 = load_profile("t4")
@@ -14,7 +24,9 @@ MEASURED = replace(load_profile("laptop"), name="measured", sources={"everything
 
 
 def test_only_the_papers_machine_is_fitted():
-    assert {name for name in shipped_profiles() if spread_of(load_profile(name)) == FITTED} == {"t4"}
+    assert {name for name in shipped_profiles() if spread_of(load_profile(name)) == FITTED} == {
+        "t4"
+    }
     assert DATA_SHEET.low < FITTED.low < 1 < FITTED.high < DATA_SHEET.high
 
 
@@ -25,7 +37,11 @@ def test_only_the_papers_machine_is_fitted():
         # Another machine of that name.
         (replace(T4, gpu=None, link=None), 1, DATA_SHEET),
         (simulated_gpu(T4, None), 1, DATA_SHEET),
-        (replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 2)), 1, DATA_SHEET),
+        (
+            replace(T4, link=replace(T4.link, to_gpu_bytes_s=T4.link.to_gpu_bytes_s / 2)),
+            1,
+            DATA_SHEET,
+        ),
         # A measured one is surer after a run.
         (MEASURED, 1, NEW),
         (replace(MEASURED, decode_share=0.7), 1, LEARNT),
@@ -48,7 +64,9 @@ def test_a_longer_time_is_a_lower_rate():
 def test_runs_of_a_corrected_profile_are_within_its_range():
     """`benchmarks.policy` as stored: ten policies of two devices."""
     stored = json.loads((ROOT / "benchmarks/results/policy_cpu_2core_amd_epyc.json").read_text())
-    ratios = [row["median"] / row["predicted_s"] for row in stored["rows"] if row.get("predicted_s")]
+    ratios = [
+        row["median"] / row["predicted_s"] for row in stored["rows"] if row.get("predicted_s")
+    ]
     assert len(ratios) == 10 and all(map(LEARNT.holds, ratios))
     narrow = replace(LEARNT, low=1 / 1.05, high=1.05)
     assert sum(map(narrow.holds, ratios)) < 8

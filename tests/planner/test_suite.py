@@ -7,7 +7,13 @@ import pytest
 
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.plan import EntryWorkload, make_plan, plan_suite, planning_problem, suite_workload
+from flexgen_helm.planner.plan import (
+    EntryWorkload,
+    make_plan,
+    plan_suite,
+    planning_problem,
+    suite_workload,
+)
 from flexgen_helm.planner.policy import Workload
 
 ENTRIES = [
@@ -20,7 +26,9 @@ ENTRIES = [
 @pytest.fixture(scope="module")
 def problem():
     config, dtype = read_model_config("opt-30b")
-    return planning_problem(config, load_profile("t4"), Workload.uniform(1, 1, 1), storage_dtype=dtype)
+    return planning_problem(
+        config, load_profile("t4"), Workload.uniform(1, 1, 1), storage_dtype=dtype
+    )
 
 
 def plan_of(problem, workload):
@@ -33,19 +41,26 @@ def test_the_total_is_the_plan_of_all_sequences_and_a_scenario_that_of_its_own(p
     assert made.as_one.seconds == pytest.approx(plan_of(problem, every))
     mmlu, gsm = made.scenarios
     assert [len(mmlu.entries), len(gsm.entries)] == [2, 1]
-    assert mmlu.alone.seconds == pytest.approx(plan_of(problem, Workload(((400, 1, 50), (500, 1, 30)))))
+    assert mmlu.alone.seconds == pytest.approx(
+        plan_of(problem, Workload(((400, 1, 50), (500, 1, 30))))
+    )
     assert gsm.alone.seconds == pytest.approx(plan_of(problem, Workload(((1000, 40, 40),), 30_000)))
     # Sharing counts: the same prompts in full take longer.
     assert gsm.alone.seconds < 0.9 * plan_of(problem, Workload.uniform(1000, 40, 40))
     # Lengths that are known have the machine's range alone: 0.8 to 1.25 for the shipped T4.
     assert mmlu.alone.low == pytest.approx(mmlu.alone.seconds / 1.25)
     assert mmlu.alone.high == pytest.approx(mmlu.alone.seconds * 1.25)
-    assert gsm.alone.low < 0.75 * gsm.alone.seconds / 1.25 and gsm.alone.high > 1.5 * gsm.alone.seconds * 1.25
+    assert (
+        gsm.alone.low < 0.75 * gsm.alone.seconds / 1.25
+        and gsm.alone.high > 1.5 * gsm.alone.seconds * 1.25
+    )
     assert made.limit_s > made.expected.high > made.expected.seconds > made.expected.low
 
 
 def test_no_suite_is_slower_than_its_scenarios_one_after_another(problem):
-    """Few sequences of thousands of tokens, which leave room for few at once, beside many short ones."""
+    """Few sequences of thousands of tokens, which leave room for few at once, beside many short
+    ones.
+    """
     entries = [
         EntryWorkload("long", 100, [(1900, 10, 10)] * 100),
         EntryWorkload("short", 1000, [(100, 64, 64)] * 1000),
@@ -67,8 +82,12 @@ def test_a_part_has_its_share_of_all_lengths():
     whole = Workload.of([(10 + n % 50, 1 + n % 7) for n in range(1000)], 5000, 100)
     for share in (0.0001, 0.01, 0.3, 1.0):
         part = whole.part(share)
-        assert part.num_sequences == -(-1000 * share // 1) and part.saved_tokens == round(5000 * share)
-    assert whole.part(0.3).prompt == pytest.approx(whole.prompt, rel=0.02) and whole.part(1.0) == whole
+        assert part.num_sequences == -(-1000 * share // 1) and part.saved_tokens == round(
+            5000 * share
+        )
+    assert (
+        whole.part(0.3).prompt == pytest.approx(whole.prompt, rel=0.02) and whole.part(1.0) == whole
+    )
 
 
 def test_sequences_are_added_up():

@@ -13,14 +13,18 @@ from helm.common.cache_backend_config import SqliteCacheBackendConfig
 
 def execution(tmp_path, **changes):
     cache = SqliteCacheBackendConfig(str(tmp_path))
-    spec = ExecutionSpec(None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache)
+    spec = ExecutionSpec(
+        None, Authentication(""), str(tmp_path / "prod_env"), 4, sqlite_cache_backend_config=cache
+    )
     return replace(spec, **changes)
 
 
 def state(*requests, deployment=None):
     deployment = deployment or requests[0].model_deployment
     states = [
-        RequestState(Instance(Input(str(i)), [], id=str(i)), None, None, 0, None, request, None, 0, False)
+        RequestState(
+            Instance(Input(str(i)), [], id=str(i)), None, None, 0, None, request, None, 0, False
+        )
         for i, request in enumerate(requests)
     ]
     return ScenarioState(AdapterSpec(model=deployment, model_deployment=deployment), states)

@@ -1,7 +1,9 @@
-"""HELM's client contract through HELM's own classes: LocalContext, AutoClient, window services, Executor, Runner.
+"""HELM's client contract through HELM's own classes: LocalContext, AutoClient, window services,
+Executor, Runner.
 
-The engine is real, the model tiny and random; log-probabilities are compared with `transformers`. What both clients
-answer to whole benchmarks, calibrated choices and perturbed data included, is in tests/e2e/test_helm_client.py.
+The engine is real, the model tiny and random; log-probabilities are compared with `transformers`.
+What both clients answer to whole benchmarks, calibrated choices and perturbed data included, is in
+tests/e2e/test_helm_client.py.
 """
 
 from __future__ import annotations
@@ -87,7 +89,13 @@ def ask(helm, asked):
 # Every combination of echo, length, stop strings, completions and temperature
 
 COMBINATIONS = [
-    dict(echo_prompt=echo, max_tokens=most, stop_sequences=stops, num_completions=count, temperature=temperature)
+    dict(
+        echo_prompt=echo,
+        max_tokens=most,
+        stop_sequences=stops,
+        num_completions=count,
+        temperature=temperature,
+    )
     for echo, most, stops, count, temperature in product(
         (False, True), (0, 1, 12), ([], ["\n"], ["e", "th", "\n\n", "absent"]), (1, 3), (0.0, 1.0)
     )
@@ -99,7 +107,8 @@ def test_every_combination_keeps_the_contract(helm, model):
     prompt_ids = tokenizer.encode(PROMPT, add_special_tokens=False)
     expected = model.prompt_logprobs(prompt_ids)
     requests = [request(**fields, random="7") for fields in COMBINATIONS]
-    with ThreadPoolExecutor(len(requests)) as pool:  # as HELM's executor asks; together they are one batch
+    # as HELM's executor asks; together they are one batch
+    with ThreadPoolExecutor(len(requests)) as pool:
         results = list(pool.map(lambda asked: ask(helm, asked), requests))
     reasons = set()
     for asked, result in zip(requests, results):
@@ -107,13 +116,19 @@ def test_every_combination_keeps_the_contract(helm, model):
         assert len(result.completions) == asked.num_completions
         echoed = tokenizer.token_texts(prompt_ids) if asked.echo_prompt else []
         for completion in result.completions:
-            texts, logprobs = zip(*((t.text, t.logprob) for t in completion.tokens)) if completion.tokens else ([], [])
+            texts, logprobs = (
+                zip(*((t.text, t.logprob) for t in completion.tokens))
+                if completion.tokens
+                else ([], [])
+            )
             own, reason = texts[len(echoed) :], completion.finish_reason["reason"]
             generated = completion.text[len(PROMPT) * asked.echo_prompt :]
             reasons.add(reason)
             assert [*texts[: len(echoed)]] == echoed
             assert not any(stop in generated for stop in asked.stop_sequences)
-            assert len(own) == asked.max_tokens if reason == "length" else len(own) <= asked.max_tokens
+            assert (
+                len(own) == asked.max_tokens if reason == "length" else len(own) <= asked.max_tokens
+            )
             assert completion.logprob == pytest.approx(sum(logprobs))
             assert "".join(own) == generated or any(text.startswith("bytes:") for text in own)
             if echoed:
@@ -135,13 +150,17 @@ def test_tokens_that_are_no_whole_characters_count_their_bytes(helm):
 
 
 def test_the_window_at_its_exact_limits(helm, model):
-    """HELM fits prompts by the window service; what just fits is computed, and one token more is not."""
+    """HELM fits prompts by the window service; what just fits is computed, and one token more is
+    not.
+    """
     window = WindowServiceFactory.get_window_service(MODEL, TokenizerService(helm))
     assert (window.max_sequence_length, window.max_request_length) == (WINDOW, WINDOW + 1)
     for expected in (0, 1, 7):
         cut = window.truncate_from_right("fox " * 2 * WINDOW, expected)
         ids = model.tokenizer.encode(cut, add_special_tokens=False)
-        assert window.fits_within_context_window(cut, expected) and len(ids) + expected == WINDOW + 1
+        assert (
+            window.fits_within_context_window(cut, expected) and len(ids) + expected == WINDOW + 1
+        )
         assert not window.fits_within_context_window(cut + "f", expected)
         (completion,) = ask(helm, request(cut, max_tokens=expected, echo_prompt=True)).completions
         ended = completion.finish_reason == {"reason": "endoftext"}
@@ -154,7 +173,9 @@ def test_the_window_at_its_exact_limits(helm, model):
 
 
 def test_what_cannot_be_served_is_never_retried(helm, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"HELM retries after {seconds} s"))
+    monkeypatch.setattr(
+        "time.sleep", lambda seconds: pytest.fail(f"HELM retries after {seconds} s")
+    )
     with pytest.raises(NonRetriableException, match="not valid Unicode"):
         helm.make_request(request("ab\ud800"))
 
@@ -177,7 +198,9 @@ def test_an_answer_is_computed_once_and_again_where_anything_differs(helm):
 
 
 def test_helms_own_cache_is_not_used(helm, tmp_path):
-    """It is pickled. HELM makes its file where a client or tokenizer of ours would take the cache that it is given."""
+    """It is pickled. HELM makes its file where a client or tokenizer of ours would take the cache
+    that it is given.
+    """
     own = LocalContext(str(tmp_path / "prod_env"), SqliteCacheBackendConfig(str(tmp_path)))
     ask(own, request("not in a pickle"))
     window = WindowServiceFactory.get_window_service(MODEL, TokenizerService(own))

@@ -1,4 +1,6 @@
-"""HELM requests to the engine's and results to HELM's: every field honoured or refused, as HELM's metrics read them."""
+"""HELM requests to the engine's and results to HELM's: every field honoured or refused, as HELM's
+metrics read them.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,13 @@ from flexgen_helm.service.models import PromptEncoder
 from flexgen_helm.tokenizer.chat import ChatOptions, chat_format
 from tests.helpers.fake_engine import MAX_POSITIONS, POISON, FakeTokenizer, answer
 
-PLAIN = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="Is 2 even?", temperature=0, max_tokens=8)
+PLAIN = Request(
+    model="flexgen/x",
+    model_deployment="flexgen/x",
+    prompt="Is 2 even?",
+    temperature=0,
+    max_tokens=8,
+)
 SCORE = replace(PLAIN, echo_prompt=True, max_tokens=0)
 
 
@@ -36,7 +44,9 @@ def rendered(request, chat_template="yes", **options):
 
 
 def converted(request, asked, answered, tokenizer=None):
-    return to_request_result(request, asked, answered, False, PromptEncoder(tokenizer or FakeTokenizer()))
+    return to_request_result(
+        request, asked, answered, False, PromptEncoder(tokenizer or FakeTokenizer())
+    )
 
 
 def result(request, tokenizer=None):
@@ -61,7 +71,10 @@ def test_top_k_per_token_does_not_restrict_sampling():
     "change, says",
     [
         ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"prompt": "", "multimodal_prompt": MultimediaObject([MediaObject("text/plain", "a")])}, "multimodal_prompt"),
+        (
+            {"prompt": "", "multimodal_prompt": MultimediaObject([MediaObject("text/plain", "a")])},
+            "multimodal_prompt",
+        ),
         ({"response_format": ResponseFormat(json_schema={})}, "response_format"),
         ({"prompt": "", "messages": [{"role": "user", "content": "Hi"}]}, "no chat template"),
         ({"messages": [{"role": "user", "content": "Hi"}]}, "Exactly one of"),
@@ -81,19 +94,29 @@ def test_what_cannot_be_honoured_is_refused(change, says):
 
 @pytest.mark.parametrize(
     "adds_bos, prompt, max_tokens",
-    [(True, "Is 2 even?", 0), (False, "é☃", 3), (True, "\x01Is 2 even?", 3), (True, "", 0), (False, "", 3)],
+    [
+        (True, "Is 2 even?", 0),
+        (False, "é☃", 3),
+        (True, "\x01Is 2 even?", 3),
+        (True, "", 0),
+        (False, "", 3),
+    ],
 )
 def test_echo_returns_exactly_the_prompts_own_tokens(adds_bos, prompt, max_tokens):
     tokenizer = FakeTokenizer(adds_bos)
     request = replace(SCORE, prompt=prompt, max_tokens=max_tokens)
-    plain, ids = tokenizer.encode(prompt, add_special_tokens=False), ids_of(prepared(request, tokenizer))
+    plain, ids = (
+        tokenizer.encode(prompt, add_special_tokens=False),
+        ids_of(prepared(request, tokenizer)),
+    )
     assert ids == [tokenizer.bos_id] * (adds_bos and not prompt.startswith("\x01")) + plain
     output = result(request, tokenizer).completions[0]
     assert [token.text for token in output.tokens[: len(plain)]] == tokenizer.token_texts(plain)
     assert len(output.tokens) == len(plain) + max_tokens
     assert output.text.startswith(prompt)
     if plain:
-        assert (output.tokens[0].logprob == 0.0) == (len(ids) == len(plain))  # else BOS conditions it
+        # else BOS conditions it
+        assert (output.tokens[0].logprob == 0.0) == (len(ids) == len(plain))
         assert all(token.logprob < 0 for token in output.tokens[1:])
 
 
@@ -154,7 +177,11 @@ def test_plain_prompts_that_generate_are_a_users_turn_and_no_others():
 
 
 def test_keys_tell_settings_of_the_template_apart():
-    settings = [{}, {"system_prompt": "s"}, *({"chat_template_kwargs": {"a": value}} for value in (1, 2))]
+    settings = [
+        {},
+        {"system_prompt": "s"},
+        *({"chat_template_kwargs": {"a": value}} for value in (1, 2)),
+    ]
     keys = [prepared(PLAIN).key, *(rendered(PLAIN, **options).key for options in settings)]
     assert len(set(keys)) == len(keys)
     # The ids alone do not decide: another template may lead to the same ones.
@@ -165,13 +192,15 @@ def test_keys_tell_settings_of_the_template_apart():
 @pytest.mark.parametrize("prompt_tokens", [MAX_POSITIONS - 5, MAX_POSITIONS])
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_what_the_window_leaves_is_generated(prompt_tokens, adds_bos):
-    tokenizer, room = FakeTokenizer(adds_bos), MAX_POSITIONS + 1 - prompt_tokens  # the last token is never fed
+    # the last token is never fed
+    tokenizer, room = FakeTokenizer(adds_bos), MAX_POSITIONS + 1 - prompt_tokens
     plain = replace(PLAIN, prompt="a" * (prompt_tokens - adds_bos), max_tokens=MAX_POSITIONS)
     clipped, fits = prepared(plain, tokenizer), prepared(replace(plain, max_tokens=room), tokenizer)
     assert clipped.is_clipped and not fits.is_clipped
     assert clipped.request == fits.request and clipped.request.max_tokens == room
     assert len(ids_of(clipped)) == prompt_tokens
-    for exact in (PlainTextRequest(**vars(plain)), replace(plain, echo_prompt=True)):  # no shorter than asked for
+    # no shorter than asked for
+    for exact in (PlainTextRequest(**vars(plain)), replace(plain, echo_prompt=True)):
         kept = prepared(exact, tokenizer)
         assert kept.request.max_tokens == MAX_POSITIONS and not kept.is_clipped
     full = prepared(replace(PLAIN, prompt="a" * (MAX_POSITIONS + 1)), tokenizer)
@@ -185,7 +214,9 @@ def test_thinking_is_no_part_of_the_answer():
     assert rendered(SCORE, chat_template="</think>").request.thinking is None
 
     def output(text):
-        completion = Completion(text, tuple(text), tuple(map(ord, text)), (-0.5,) * len(text), "length")
+        completion = Completion(
+            text, tuple(text), tuple(map(ord, text)), (-0.5,) * len(text), "length"
+        )
         answered = GenerationResult((completion,), asked.request.prompt_token_ids)
         return converted(PLAIN, asked, answered).completions[0]
 

@@ -1,4 +1,6 @@
-"""Requests of a new process for a model that no run has submitted: a judge, or HELM's client used by itself."""
+"""Requests of a new process for a model that no run has submitted: a judge, or HELM's client used
+by itself.
+"""
 
 import json
 import os
@@ -41,9 +43,14 @@ with ThreadPoolExecutor(threads) as pool:
 
 
 def test_parallel_first_requests_load_a_folder_model_once(tiny, tmp_path):
-    """`transformers` replaces itself at the end of its import: other threads then found no name in it."""
+    """`transformers` replaces itself at the end of its import: other threads then found no name in
+    it.
+    """
     (tmp_path / "models.yaml").write_text(yaml.safe_dump({"tiny": str(tiny("llama").path)}))
-    variables = {"FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml"), "FLEXGEN_HELM_HOME": str(tmp_path / "home")}
+    variables = {
+        "FLEXGEN_HELM_MODELS": str(tmp_path / "models.yaml"),
+        "FLEXGEN_HELM_HOME": str(tmp_path / "home"),
+    }
     done = subprocess.run(
         [sys.executable, "-c", REQUESTS, "16", "32"], cwd=tmp_path, env={**os.environ, **variables},
         capture_output=True, text=True, timeout=120,
@@ -51,4 +58,5 @@ def test_parallel_first_requests_load_a_folder_model_once(tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout.splitlines()[-1])
     assert output["results"] == [2] * 32
-    assert len(output["loads"]) == 2 and output["loads"].count("flexgen-engine") == 1  # for HELM, and the engine's own
+    # for HELM, and the engine's own
+    assert len(output["loads"]) == 2 and output["loads"].count("flexgen-engine") == 1

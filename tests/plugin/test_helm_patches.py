@@ -37,7 +37,13 @@ from tests.helpers.paths import ROOT
 from tests.plugin.objects import execution, state
 
 MODEL = "flexgen/opt-125m"
-FILES = ["run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json"]
+FILES = [
+    "run_spec.json",
+    "scenario.json",
+    "scenario_state.json",
+    "stats.json",
+    "per_instance_stats.json",
+]
 
 
 @pytest.fixture
@@ -51,7 +57,9 @@ def engines(tmp_path, monkeypatch, use_context):
 
 
 def runner(tmp_path, **changes):
-    return Runner(execution(tmp_path, **changes), str(tmp_path / "out"), "s", False, False, False, False, True)
+    return Runner(
+        execution(tmp_path, **changes), str(tmp_path / "out"), "s", False, False, False, False, True
+    )
 
 
 def run_spec(instances=4):
@@ -64,7 +72,9 @@ def gsm(name):
 
 
 def request(prompt, **changes):
-    return Request(model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0, max_tokens=2, **changes)
+    return Request(
+        model=MODEL, model_deployment=MODEL, prompt=prompt, temperature=0, max_tokens=2, **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,8 +154,12 @@ def test_a_run_without_instances_is_refused(engines, tmp_path, monkeypatch, is_d
 
 def test_runs_of_other_clients_are_left_alone(engines, tmp_path, monkeypatch):
     client = ClientSpec("helm.clients.simple_client.SimpleClient")
-    other = ModelDeployment("simple/model1", client, tokenizer_name="simple/tokenizer1", max_sequence_length=2048)
-    tokenizer = TokenizerConfig("simple/tokenizer1", TokenizerSpec("helm.tokenizers.simple_tokenizer.SimpleTokenizer"))
+    other = ModelDeployment(
+        "simple/model1", client, tokenizer_name="simple/tokenizer1", max_sequence_length=2048
+    )
+    tokenizer = TokenizerConfig(
+        "simple/tokenizer1", TokenizerSpec("helm.tokenizers.simple_tokenizer.SimpleTokenizer")
+    )
     monkeypatch.setitem(deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT, other.name, other)
     monkeypatch.setitem(tokenizers.TOKENIZER_NAME_TO_CONFIG, tokenizer.name, tokenizer)
     bench, spec = runner(tmp_path), run_spec()
@@ -192,7 +206,9 @@ def run_one_of_tomorrow(self, run_spec, attempt): ...
     "owner, name, value",
     [(Runner, "run_one", run_one_of_tomorrow), (helm_runner, "write", 3)],
 )
-def test_a_helm_that_changed_is_left_untouched_with_one_warning(unpatched, monkeypatch, owner, name, value):
+def test_a_helm_that_changed_is_left_untouched_with_one_warning(
+    unpatched, monkeypatch, owner, name, value
+):
     monkeypatch.setattr(owner, name, value)
     execute = Executor.execute
     helm_patches.install_or_warn()
@@ -202,15 +218,23 @@ def test_a_helm_that_changed_is_left_untouched_with_one_warning(unpatched, monke
 
 
 def test_the_documentation_shows_the_table_of_patches():
-    lines = ["| in `helm.benchmark` | command | purpose | if it looks different |", "|---|---|---|---|"]
-    columns = groupby(helm_patches.PATCHES, lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}")
+    lines = [
+        "| in `helm.benchmark` | command | purpose | if it looks different |",
+        "|---|---|---|---|",
+    ]
+    columns = groupby(
+        helm_patches.PATCHES,
+        lambda patch: f"`{patch.command}` | {patch.purpose} | {patch.fallback}",
+    )
     for shown, patches in columns:
         targets = "<br>".join(f"`{patch.target}`" for patch in patches)
         lines.append(f"| {targets} | {shown} |")
     assert "\n".join(lines) + "\n" in (ROOT / "docs" / "developers" / "helm_patches.md").read_text()
 
 
-@pytest.mark.parametrize("name, is_instruct", [("opt-iml-max-30b-paper-4bit", True), ("opt-30b-paper-4bit", False)])
+@pytest.mark.parametrize(
+    "name, is_instruct", [("opt-iml-max-30b-paper-4bit", True), ("opt-30b-paper-4bit", False)]
+)
 def test_an_expander_reads_the_tags_of_a_model_that_is_looked_up_later(name, is_instruct):
     """Entries as HELM Lite has them, for a model that nothing has looked up before."""
     (spec,) = construct_run_specs(parse_object_spec(gsm(name)))
@@ -223,13 +247,18 @@ def test_a_helm_that_changed_refuses_suites(unpatched, monkeypatch):
     outcome = suite.run_suite(arguments)
     assert outcome.exit_code == 2
     (said,) = outcome.sentences
-    assert "does not know this version of HELM (runner:Runner.run_all: it takes" in said and "pip install" in said
+    assert (
+        "does not know this version of HELM (runner:Runner.run_all: it takes" in said
+        and "pip install" in said
+    )
 
 
 # The suite's small parts
 
 
-@pytest.mark.parametrize("arguments, said", [(["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")])
+@pytest.mark.parametrize(
+    "arguments, said", [(["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")]
+)
 def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said):
     outcome = suite.run_suite(arguments)
     (sentence,) = outcome.sentences
@@ -238,35 +267,52 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said):
 
 @pytest.mark.parametrize(
     "flags, added",
-    [((), ""), (("--disable-cache",), " --skip-completed-runs"), (("--disable-cache", "--skip-completed-runs"), "")],
+    [
+        ((), ""),
+        (("--disable-cache",), " --skip-completed-runs"),
+        (("--disable-cache", "--skip-completed-runs"), ""),
+    ],
 )
 def test_the_command_that_goes_on_computes_no_finished_run_again(flags, added, monkeypatch, capsys):
     arguments = ["-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "2", *flags]
     monkeypatch.setattr(sys, "argv", ["flexgen-helm", "run", *arguments])
     monkeypatch.setattr(suite, "run_suite", lambda *_: suite.SuiteOutcome(130, ["interrupted"]))
     assert run_and_show(arguments, {"weights": "dummy"}, verbose=True) == 130
-    assert capsys.readouterr().err.endswith(f"Go on with:\n  flexgen-helm run {' '.join(arguments)}{added}\n")
+    assert capsys.readouterr().err.endswith(
+        f"Go on with:\n  flexgen-helm run {' '.join(arguments)}{added}\n"
+    )
 
 
 def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(tmp_path, capsys):
-    address, file = "http://127.0.0.1:9/settings.json", tmp_path / "scenarios" / "legalbench" / "settings.json"
+    address, file = (
+        "http://127.0.0.1:9/settings.json",
+        tmp_path / "scenarios" / "legalbench" / "settings.json",
+    )
     file.parent.mkdir(parents=True)
 
     def make(run_entries, **filters):
-        if run_entries[0].description.startswith("legalbench"):  # HELM downloads a file to make its run spec
+        # HELM downloads a file to make its run spec
+        if run_entries[0].description.startswith("legalbench"):
             ensure_file_downloaded(address, str(file))
         return [run_spec()]
 
     own = suite.Suite(ModelSettings())
-    mcqa, legal = (RunEntry(f"{name},model={MODEL}", 1, None) for name in ("simple_mcqa:x=1", "legalbench:subset=a"))
+    mcqa, legal = (
+        RunEntry(f"{name},model={MODEL}", 1, None)
+        for name in ("simple_mcqa:x=1", "legalbench:subset=a")
+    )
     assert own.run_specs(make, [mcqa] * 2) == [run_spec()]
     with pytest.raises(UsageError) as refused:
         own.run_specs(make, [mcqa, legal])
     said, error = str(refused.value), refused.value.__cause__
-    assert f"no run of {legal.description} without {address}, which" in said and f"Copy it to {file} from" in said
+    assert (
+        f"no run of {legal.description} without {address}, which" in said
+        and f"Copy it to {file} from" in said
+    )
     assert f"could not be downloaded from {address} (" in explain_failure(error, file.parent)
     assert exit_code_of(error, file.parent) == 2  # data is missing
-    assert exit_code_of(error, None) == exit_code_of(ValueError("wrong"), file.parent) == 1  # a metric, a defect
+    # a metric, a defect
+    assert exit_code_of(error, None) == exit_code_of(ValueError("wrong"), file.parent) == 1
     with pytest.raises(UsageError, match=r"no run of simple_mcqa:\S+ \(TypeError: wrong\)$"):
         own.run_specs(Mock(side_effect=TypeError("wrong")), [mcqa])
     capsys.readouterr()

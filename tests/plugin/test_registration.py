@@ -12,7 +12,10 @@ import pytest
 import yaml
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.config_registry import register_configs_from_directory
-from helm.benchmark.model_deployment_registry import get_default_model_deployment_for_model, get_model_deployment
+from helm.benchmark.model_deployment_registry import (
+    get_default_model_deployment_for_model,
+    get_model_deployment,
+)
 from helm.benchmark.model_metadata_registry import INSTRUCTION_FOLLOWING_MODEL_TAG, model_has_tag
 
 import flexgen_helm.plugin  # noqa: F401
@@ -30,10 +33,14 @@ from tests.helpers.paths import ROOT
 CLIENT = "flexgen_helm.plugin.client.FlexgenClient"
 
 
-def test_two_runs_that_start_at_once_keep_each_others_entries(tiny, tmp_path, monkeypatch, own_models):
+def test_two_runs_that_start_at_once_keep_each_others_entries(
+    tiny, tmp_path, monkeypatch, own_models
+):
     write, names = deployment_files.replace_text, [f"m{i}" for i in range(5)]
     own_models(**dict.fromkeys(names, str(tiny("llama").path)))
-    monkeypatch.setattr(deployment_files, "replace_text", lambda *given: (time.sleep(0.01), write(*given)))
+    monkeypatch.setattr(
+        deployment_files, "replace_text", lambda *given: (time.sleep(0.01), write(*given))
+    )
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: deployment_files.merge(tmp_path, [f"flexgen/{name}"]), names))
     written = yaml.safe_load((tmp_path / "model_deployments.yaml").read_text())["model_deployments"]
@@ -45,7 +52,10 @@ def test_a_catalog_name():
     assert (found.max_sequence_length, found.max_request_length) == (2048, 2049)
     assert found.model_name == found.tokenizer_name == "flexgen/opt-125m"
     assert get_model_deployment("flexgen/opt-125m") is found
-    for name, is_instruct in (("flexgen/opt-125m", False), ("flexgen/smollm2-135m-instruct-q4_1", True)):
+    for name, is_instruct in (
+        ("flexgen/opt-125m", False),
+        ("flexgen/smollm2-135m-instruct-q4_1", True),
+    ):
         get_model_deployment(name)
         assert model_has_tag(name, INSTRUCTION_FOLLOWING_MODEL_TAG) == is_instruct
 
@@ -65,7 +75,11 @@ def test_what_a_name_means(name, path, precision):
 
 @pytest.mark.parametrize("look_up", [get_model_deployment, get_default_model_deployment_for_model])
 @pytest.mark.parametrize(
-    "name, says", [("flexgen/opt-126m", "did you mean opt-125m"), ("flexgen/org/repo", "write 'flexgen/org--repo'")]
+    "name, says",
+    [
+        ("flexgen/opt-126m", "did you mean opt-125m"),
+        ("flexgen/org/repo", "write 'flexgen/org--repo'"),
+    ],
 )
 def test_an_unknown_name_reaches_the_user_as_a_sentence(look_up, name, says):
     with pytest.raises(UnknownModelError, match=says):
@@ -81,12 +95,20 @@ def own_models(tmp_path, monkeypatch):
 
 def test_names_of_the_users_own_file(own_models):
     limits = {"cpu": 5, "disk": "2GiB"}
-    own_models(mine={"path": "opt-125m", "schedule": "row", "limits": limits, "device": None}, other="opt-350m")
+    own_models(
+        mine={"path": "opt-125m", "schedule": "row", "limits": limits, "device": None},
+        other="opt-350m",
+    )
     mine, limits = find_model("flexgen/mine-4bit"), MemoryLimits(cpu=5, disk=2 << 30)
-    assert (mine.path, mine.config) == ("opt-125m", EngineConfig(precision="4bit", schedule="row", limits=limits))
+    assert (mine.path, mine.config) == (
+        "opt-125m",
+        EngineConfig(precision="4bit", schedule="row", limits=limits),
+    )
     assert find_model("flexgen/other").path == "opt-350m"
     own_models(mine={"path": "opt-125m", "polcy": "row"})
-    with pytest.raises(UsageError, match="unknown argument 'polcy'; known are path, revision, precision"):
+    with pytest.raises(
+        UsageError, match=("unknown argument 'polcy'; known are path, revision, precision")
+    ):
         find_model("flexgen/mine")
 
 
@@ -115,7 +137,9 @@ def test_flags_of_the_command_line_go_first():
 def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(tiny, tmp_path, own_models):
     (tmp_path / "mine").mkdir()
     shutil.copy(tiny("llama").path / "config.json", tmp_path / "mine")
-    own_models(empty="mine", made_up={"path": "mine", "weights": "dummy"}, whole=str(tiny("llama").path))
+    own_models(
+        empty="mine", made_up={"path": "mine", "weights": "dummy"}, whole=str(tiny("llama").path)
+    )
     with pytest.raises(CheckpointError, match="mine has no weights: neither model.safetensors nor"):
         get_model_deployment("flexgen/empty")
     for name in ("made_up", "whole"):
@@ -123,7 +147,9 @@ def test_a_folder_without_weights_is_refused_when_its_name_is_looked_up(tiny, tm
 
 
 def test_a_path_is_answered_with_lines_that_name_it(tiny):
-    with pytest.raises(UnknownModelError, match="paste these lines, and write model=flexgen/.*\n  echo "):
+    with pytest.raises(
+        UnknownModelError, match=("paste these lines, and write model=flexgen/.*\n  echo ")
+    ):
         find_model(f"flexgen/{tiny('llama').path}")
     with pytest.raises(UnknownModelError, match="there is no model file or folder /no/where"):
         find_model("flexgen//no/where")
@@ -131,14 +157,20 @@ def test_a_path_is_answered_with_lines_that_name_it(tiny):
 
 @pytest.fixture
 def clean_registry(monkeypatch):
-    monkeypatch.setattr(deployments, "ALL_MODEL_DEPLOYMENTS", list(deployments.ALL_MODEL_DEPLOYMENTS))
+    monkeypatch.setattr(
+        deployments, "ALL_MODEL_DEPLOYMENTS", list(deployments.ALL_MODEL_DEPLOYMENTS)
+    )
     known = dict(deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT)
     monkeypatch.setattr(deployments, "DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT", known)
 
 
 def test_an_entry_of_helms_own_file_needs_only_name_and_path(clean_registry, tmp_path):
     def entry(name, class_name=CLIENT, more=(), **args):
-        return {"name": f"lab/{name}", "client_spec": {"class_name": class_name, "args": args}, **dict(more)}
+        return {
+            "name": f"lab/{name}",
+            "client_spec": {"class_name": class_name, "args": args},
+            **dict(more),
+        }
 
     entries = [
         entry("mine", path="opt-125m", device="cpu"),
@@ -177,14 +209,17 @@ print(json.dumps([[get_model_deployment(name).max_request_length, get_tokenizer_
 
 
 def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(tiny, tmp_path, own_models):
-    """A name of the user's file comes to mean another model; each look is a process of HELM's, in the same folder."""
+    """A name of the user's file comes to mean another model; each look is a process of HELM's, in
+    the same folder.
+    """
     first = tiny("llama").path
     second = shutil.copytree(first, tmp_path / "second")
     edit_config(second, max_position_embeddings=48, num_hidden_layers=2)
     tokenizer = json.loads((first / "tokenizer_config.json").read_text())
     (second / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": "<|pad|>"}))
     theirs = (
-        "# mine\nmodel_deployments:\n- name: flexgen/own # keep\n  client_spec:\n    class_name: " + CLIENT + "\n"
+        "# mine\nmodel_deployments:\n- name: flexgen/own # keep\n  client_spec:\n  "
+        "  class_name: " + CLIENT + "\n"
         "  max_sequence_length: 30\n"
     )
     file = tmp_path / "prod_env" / "model_deployments.yaml"
@@ -211,8 +246,12 @@ def test_entries_that_we_wrote_follow_the_name_and_a_users_own_stay(tiny, tmp_pa
     length, end, fewer = look(second)
     assert (length, end) == (49, "<|pad|>") and fewer < parameters
     says = {name: yaml.safe_load(text) for name, text in files().items()}
-    assert [e["max_sequence_length"] for e in says["model_deployments.yaml"]["model_deployments"]] == [30, 48]
-    assert [e["end_of_text_token"] for e in says["tokenizer_configs.yaml"]["tokenizer_configs"]] == ["<|pad|>"] * 2
+    assert [
+        e["max_sequence_length"] for e in says["model_deployments.yaml"]["model_deployments"]
+    ] == [30, 48]
+    assert [
+        e["end_of_text_token"] for e in says["tokenizer_configs.yaml"]["tokenizer_configs"]
+    ] == ["<|pad|>"] * 2
     assert says["model_metadata.yaml"]["models"][0]["num_parameters"] == fewer
     # What the user completes by hand is the user's.
     changed = file.read_text().replace("max_request_length: 49", "max_request_length: 40")
@@ -240,7 +279,9 @@ def test_a_users_file_keeps_what_it_has(tiny, tmp_path, own_models, content, beg
     if names is None:
         assert path.read_bytes() == content
     else:
-        assert [entry["name"] for entry in yaml.safe_load(path.read_text())["model_deployments"]] == names
+        assert [
+            entry["name"] for entry in yaml.safe_load(path.read_text())["model_deployments"]
+        ] == names
 
 
 IMPORTS = """
@@ -257,12 +298,24 @@ print(json.dumps(sorted({name.split(".")[0] for name in set(sys.modules) - befor
 
 
 def test_registration_is_light_and_can_be_repeated():
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, check=True
+    )
     brought = set(json.loads(done.stdout.splitlines()[-1]))
-    assert not brought & {"torch", "transformers", "tokenizers", "numba", "scipy", "gguf", "safetensors"}
+    assert not brought & {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "numba",
+        "scipy",
+        "gguf",
+        "safetensors",
+    }
     assert "cannot register" not in done.stdout + done.stderr
 
 
 def test_scenarios_are_refused_under_another_name():
-    done = subprocess.run([sys.executable, "-c", "import scenarios"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import scenarios"], cwd=ROOT, capture_output=True, text=True
+    )
     assert "this package is flexgen_helm.scenarios" in done.stderr

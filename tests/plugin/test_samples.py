@@ -1,4 +1,6 @@
-"""Random samples that grow until a time: their order, the sizes of blocks, and scores without bias."""
+"""Random samples that grow until a time: their order, the sizes of blocks, and scores without
+bias.
+"""
 
 import math
 import time
@@ -9,7 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flexgen_helm.plugin.samples import LOOKS, joining_shares, largest_block, largest_sample, possible_shares
+from flexgen_helm.plugin.samples import (
+    LOOKS,
+    joining_shares,
+    largest_block,
+    largest_sample,
+    possible_shares,
+)
 from flexgen_helm.plugin.suite import Suite
 from flexgen_helm.report.paired import PairedScores, metric_named
 
@@ -27,7 +35,12 @@ def order(entry, instances, seed=0):
 
 def test_an_order_is_of_entry_and_seed_alone():
     """So it is that of all models; a larger -m only puts further instances between."""
-    assert order("a", ids(50)) == order("a", ids(50)[::-1]) != order("b", ids(50)) != order("a", ids(50), seed=1)
+    assert (
+        order("a", ids(50))
+        == order("a", ids(50)[::-1])
+        != order("b", ids(50))
+        != order("a", ids(50), seed=1)
+    )
     few = {key for key, _ in ids(50)}
     assert [key for key in order("a", ids(80)) if key in few] == order("a", ids(50))
     # Trials, references and perturbations of an instance join with it.
@@ -40,7 +53,11 @@ def test_a_sample_has_the_same_share_of_each_split_and_at_least_one_instance():
         joined = sum(key.startswith("t") for key, at in shares.items() if at < share)
         assert joined == np.ceil(100 * share - 1e-9)
         assert sum(at < share for at in shares.values()) - joined == np.ceil(7 * share - 1e-9) >= 1
-    assert possible_shares(100)[-1] == 1.0 and possible_shares(1) == [1.0] and possible_shares(100)[0] <= 0.01
+    assert (
+        possible_shares(100)[-1] == 1.0
+        and possible_shares(1) == [1.0]
+        and possible_shares(100)[0] <= 0.01
+    )
 
 
 WORK, BEGUN = [1, 10, 100, 1000, 10_000], [(1, 200.0), (1000, 91.0), (10_000, 100.0)]
@@ -68,7 +85,9 @@ def test_blocks_grow_with_what_was_measured(work, measured, left_s, largest):
 
 
 class Machine:
-    """A simulated clock: a block takes a while, so long for each token, and a few percent more or less."""
+    """A simulated clock: a block takes a while, so long for each token, and a few percent more or
+    less.
+    """
 
     def __init__(self, lengths, begin_s, noise, until, seed):
         joining = joining_shares("entry", ids(len(lengths)), seed)
@@ -78,7 +97,9 @@ class Machine:
 
     def compute(self, joined, share):
         part = (self.joining >= joined) & (self.joining < share)
-        seconds = (self.begin_s + self.lengths[part].sum()) * np.exp(self.noise * self.draw.normal())
+        seconds = (self.begin_s + self.lengths[part].sum()) * np.exp(
+            self.noise * self.draw.normal()
+        )
         self.blocks += 1
         if joined == 0 and self.now + seconds > self.until:
             self.now = self.until
@@ -88,12 +109,16 @@ class Machine:
 
     def sample(self):
         shares = possible_shares(len(self.lengths))
-        return self.joining < largest_sample(self.joining, shares, lambda: self.until - self.now, self.compute)
+        return self.joining < largest_sample(
+            self.joining, shares, lambda: self.until - self.now, self.compute
+        )
 
 
 @pytest.mark.parametrize("until", [None, 30.0])
 def test_a_run_that_is_cut_has_unbiased_scores(until):
-    """500 cuts, at random times and at one time. Long answers are wrong, and take long: the worst case."""
+    """500 cuts, at random times and at one time. Long answers are wrong, and take long: the worst
+    case.
+    """
     draw = np.random.default_rng(1)
     lengths = draw.gamma(2.0, 0.05, INSTANCES)  # 60 s in all
     right = (draw.random(INSTANCES) < np.exp(-6 * lengths)).astype(float)
@@ -111,13 +136,17 @@ def test_a_block_that_has_begun_is_finished():
     asked = namedtuple("Asked", "requests instances")(range(40), ids(40))
     suite, limits, until = Suite(None), [], time.time() + 1000
     suite._compute = lambda part, until: limits.append(until) or 0.0
-    suite._blocks = {"a": [SimpleNamespace(responses=lambda: {0: SimpleNamespace(is_cached=False)})]}
+    suite._blocks = {
+        "a": [SimpleNamespace(responses=lambda: {0: SimpleNamespace(is_cached=False)})]
+    }
     suite._compute_sample({"a": asked}, until, lambda: None)
     assert limits[0] == until and len(limits) > 2 and set(limits[1:]) == {math.inf}
 
 
 def test_what_is_finished_first_would_be_biased():
-    """The guard's inverse: answers that are done by a time, with all at work at once, are the short ones."""
+    """The guard's inverse: answers that are done by a time, with all at work at once, are the short
+    ones.
+    """
     lengths = np.random.default_rng(1).gamma(2.0, 0.05, INSTANCES)
     right = lengths < np.median(lengths)
     assert right[lengths < 0.15].mean() > right.mean() + 0.1
@@ -129,7 +158,9 @@ def test_most_of_the_time_is_used_in_few_blocks(begin_s, used):
     machines = [Machine(np.full(1000, 0.2), begin_s, 0.1, 100.0, seed) for seed in range(100)]
     samples = [machine.sample().sum() for machine in machines]
     assert all(machine.now <= 110.0 for machine in machines), "what has begun is finished"
-    assert np.median(samples) > used * (100 - begin_s) / 0.2 and max(m.blocks for m in machines) <= 7
+    assert (
+        np.median(samples) > used * (100 - begin_s) / 0.2 and max(m.blocks for m in machines) <= 7
+    )
 
 
 # Looks, until all pairs are decided
@@ -146,7 +177,9 @@ def p_values(lost, won, count):
 
 
 def claims(difference, flips, level=lambda share, before: 0.05 * (share - before)):
-    """Of 2,000 sequences of looks, how many claim 'equivalent', and how many 'worse', at a look of their own choice."""
+    """Of 2,000 sequences of looks, how many claim 'equivalent', and how many 'worse', at a look of
+    their own choice.
+    """
     draw = np.random.default_rng(1)
     found = {"equivalent": 0, "worse": 0}
     for _ in range(SEQUENCES):
@@ -178,7 +211,9 @@ def test_a_sequence_of_looks_is_wrong_in_at_most_5_percent(difference, flips, wr
     assert claims(difference, flips)[wrong] <= 0.05 + 1e-9
 
 
-@pytest.mark.parametrize("difference, flips, wrong", [(0.0, 0.2, "worse"), (MARGIN, 0.03, "equivalent")])
+@pytest.mark.parametrize(
+    "difference, flips, wrong", [(0.0, 0.2, "worse"), (MARGIN, 0.03, "equivalent")]
+)
 def test_looks_at_the_whole_level_would_be_wrong_more_often(difference, flips, wrong):
     assert claims(difference, flips, lambda share, before: 0.05)[wrong] > 0.05
 

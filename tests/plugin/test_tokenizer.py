@@ -19,7 +19,8 @@ from flexgen_helm.service.models import ModelArguments, PromptEncoder
 from tests.helpers.fake_engine import FakeTokenizer, fake_context
 from tests.helpers.tokenizers_by_family import FAMILIES
 
-# 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces right.
+# 'gpt' in the name makes HELM decode each token by itself, the one of its rules that keeps spaces
+# right.
 NAME = "flexgen/gpt-like"
 TEXTS = [
     "Is 24 even or odd?\nAnswer: Even",
@@ -41,7 +42,9 @@ def pair(request, tmp_path_factory):
     previous, model = set_context(PluginContext()), ModelArguments(NAME, str(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(get_context(), "find_model", lambda name, arguments=None: model)
-        theirs = HuggingFaceTokenizer(BlackHoleCacheConfig(), f"{NAME}-{request.param}", str(folder))
+        theirs = HuggingFaceTokenizer(
+            BlackHoleCacheConfig(), f"{NAME}-{request.param}", str(folder)
+        )
         yield request.param, FlexgenTokenizer(NAME), theirs, get_context().models.encoder(model)
     set_context(previous)
 
@@ -52,7 +55,10 @@ def test_same_ids_and_texts_as_helm(pair, text):
 
     def tokens(**options):
         names = (NAME, f"{NAME}-{kind}")
-        return [one.tokenize(TokenizationRequest(text, n, **options)).raw_tokens for one, n in zip(both, names)]
+        return [
+            one.tokenize(TokenizationRequest(text, n, **options)).raw_tokens
+            for one, n in zip(both, names)
+        ]
 
     ids = tokens(encode=True)
     assert ids[0] == ids[1] and all(type(value) is int for value in ids[0])
@@ -63,7 +69,8 @@ def test_same_ids_and_texts_as_helm(pair, text):
         assert decoded[0] == decoded[1]
     strings, helms = tokens()
     assert len(strings) == len(helms) == len(ids[0])
-    if kind == "gpt2":  # there HELM's own spelling is right but for tokens that are no whole character
+    # there HELM's own spelling is right but for tokens that are no whole character
+    if kind == "gpt2":
         assert [s for s, h in zip(strings, helms) if h not in (s, "�") and "�" not in h] == []
         assert all(s.startswith("bytes:\\x") for s, h in zip(strings, helms) if "�" in h)
 
@@ -108,7 +115,9 @@ def windows(monkeypatch, use_context):
 
     def make(length, **options):
         context = use_context(fake_context(**options))
-        monkeypatch.setattr(context, "find_model", lambda name, arguments=None: ModelArguments(name, name))
+        monkeypatch.setattr(
+            context, "find_model", lambda name, arguments=None: ModelArguments(name, name)
+        )
         service = Service(FlexgenTokenizer("flexgen/x"))
         sizes = dict(max_sequence_length=length, max_request_length=length + 1)
         return (
@@ -123,7 +132,9 @@ def windows(monkeypatch, use_context):
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_the_window_reserves_the_place_of_bos(adds_bos, windows):
     window, plain, _ = windows(10, adds_bos=adds_bos)
-    assert plain.fits_within_context_window("a" * 8, 3) and not plain.fits_within_context_window("a" * 9, 3)
+    assert plain.fits_within_context_window("a" * 8, 3) and not plain.fits_within_context_window(
+        "a" * 9, 3
+    )
     assert window.fits_within_context_window("a" * 8, 3) is not adds_bos
     assert window.fits_within_context_window("\x01" + "a" * 7, 3)
     assert window.truncate_from_right("a" * 20, 3) == "a" * (7 if adds_bos else 8)
@@ -134,10 +145,15 @@ def test_the_window_reserves_the_place_of_bos(adds_bos, windows):
 def test_an_answer_that_fills_the_window_is_refused_and_does_not_loop(wanted, windows):
     """HELM's loop takes characters away from an empty text for ever."""
     window = windows(10)[0]
-    said = f"the window of flexgen/x has 11 tokens, which leaves no prompt beside an answer of {wanted:,};"
+    said = (
+        "the window of flexgen/x has 11 tokens, which leaves no prompt beside an answer of "
+        f"{wanted:,};"
+    )
     with pytest.raises(UsageError, match=said):
         window.truncate_from_right("a" * 20, wanted)
-    assert window.truncate_from_right("a" * 20, 10) == "a" and window.truncate_from_right("", 5) == ""
+    assert (
+        window.truncate_from_right("a" * 20, 10) == "a" and window.truncate_from_right("", 5) == ""
+    )
 
 
 def test_the_window_reserves_the_tokens_of_the_template(windows):
@@ -147,7 +163,9 @@ def test_the_window_reserves_the_tokens_of_the_template(windows):
     assert not window.fits_within_context_window("a" * (41 - 3 - added + 1), 3)
     assert window.truncate_from_right("a" * 60, 3) == "a" * (41 - 3 - added)
     # A scored prompt gets BOS alone.
-    assert window.fits_within_context_window("a" * 40) and not window.fits_within_context_window("a" * 41)
+    assert window.fits_within_context_window("a" * 40) and not window.fits_within_context_window(
+        "a" * 41
+    )
     longest = Request(prompt=window.truncate_from_right("a" * 60, 3), temperature=0, max_tokens=3)
     prepared = to_helm_request(longest, ModelArguments("flexgen/x", "x"), context.models)
     assert len(prepared.request.prompt_token_ids or ()) + prepared.request.max_tokens == 41

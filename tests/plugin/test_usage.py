@@ -10,7 +10,13 @@ from safetensors.numpy import save_file
 
 from flexgen_helm.plugin.convert import HelmRequest
 from flexgen_helm.plugin.usage import HelmRun, local_files, requests_usage, suite_usage
-from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult, ThinkingFormat
+from flexgen_helm.request import (
+    Completion,
+    Cost,
+    GenerationRequest,
+    GenerationResult,
+    ThinkingFormat,
+)
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response
 from tests.helpers.paths import ROOT
@@ -23,7 +29,11 @@ def test_a_repetition_counts_its_tokens_and_costs_nothing():
     assert (once["padded_throughput"], once["actual_throughput"]) == (8.0, 7.0)
     assert (once["efficiency"], twice["efficiency"]) == (14 / 16, pytest.approx(28 / 30))
     workload = twice["workload"]
-    assert (workload["prompt_tokens_computed"], workload["num_requests"], workload["num_unique"]) == (8.0, 2, 1)
+    assert (
+        workload["prompt_tokens_computed"],
+        workload["num_requests"],
+        workload["num_unique"],
+    ) == (8.0, 2, 1)
 
 
 def run_of(folder, name, tokens, block, fingerprint="a"):
@@ -55,14 +65,22 @@ def test_what_is_added_up_over_the_calls_of_a_suite(tmp_path):
     first, _ = call("one", 10, block(4.0, 7, 3.0), failed=("two",))
     second, found = call("two", 30, block(1.0, 5, 2.0))
     assert (first["failed"], second["failed"], second["runs"]) == (["two"], [], ["one", "two"])
-    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {"compute": 5.0, "wait": 1.0}
+    assert found["bytes"] == {"disk_to_cpu": {"weights": 6}} and found["time_s"] == {
+        "compute": 5.0,
+        "wait": 1.0,
+    }
     assert (found["peak_bytes"]["cpu"], found["predicted_latency_s"]) == (7, 5.0)
     assert found["workload"]["prompt_tokens"] == second["totals"]["workload"]["prompt_tokens"] == 40
-    assert found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4) and found["efficiency"] == 44 / 48
+    assert (
+        found["padded_throughput"] == pytest.approx((40 + 2 + 6) / 4)
+        and found["efficiency"] == 44 / 48
+    )
     assert call("one", 10, {})[1] == found
     # A new run whose answers are all stored: its work counts, and nothing more was moved.
     content, stored = call("four", 5, {})
-    assert stored["workload"] == content["totals"]["workload"] and stored["time_s"] == found["time_s"]
+    assert (
+        stored["workload"] == content["totals"]["workload"] and stored["time_s"] == found["time_s"]
+    )
     assert call("three", 5, block(1.0, 5, None))[1]["predicted_latency_s"] is None
     # Of one block, which counts once.
     same = call("five", 5, block(1.0, 5, None))[1]
@@ -78,8 +96,16 @@ def test_a_run_of_stored_answers_says_what_was_not_computed(tmp_path):
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "config.json").write_text(json.dumps({"model_type": "opt"}))
-    save_file({"a": np.ones((4, 2), np.float16), "b": np.ones(3, np.float32)}, weights / "model.safetensors")
-    page = (ROOT / "docs/reference/files.md").read_text().split("## flexgen_run.json")[1].split("\n## ")[0]
+    save_file(
+        {"a": np.ones((4, 2), np.float16), "b": np.ones(3, np.float32)},
+        weights / "model.safetensors",
+    )
+    page = (
+        (ROOT / "docs/reference/files.md")
+        .read_text()
+        .split("## flexgen_run.json")[1]
+        .split("\n## ")[0]
+    )
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     promised = {key for row in rows for key in re.findall(r"`(\w+)`", row)} - {"workers"}
     run = HelmRun("one", tmp_path / "one", ModelArguments("m", str(weights)), fingerprint="a")
@@ -107,7 +133,9 @@ def test_where_weights_are_from_is_known_without_the_network(tmp_path):
 
 def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path):
     def response(text):
-        return Response(GenerationResult((Completion(text, (text,), (1,), (-1.0,), "length"),)), is_cached=False)
+        return Response(
+            GenerationResult((Completion(text, (text,), (1,), (-1.0,), "length"),)), is_cached=False
+        )
 
     inside, thinks = ThinkingFormat(begins_inside=True), ThinkingFormat()
     cases = {  # key: how its prompt ends, what came
@@ -115,7 +143,13 @@ def test_requests_without_room_and_thinking_without_an_end_are_counted(tmp_path)
         "begun": (thinks, "<think>so"), "plain": (None, "<think>"), "failed": (inside, None),
     }  # fmt: skip
     requests = [
-        HelmRequest(GenerationRequest(prompt_token_ids=(1,), thinking=cases[key][0]), key, (), 1, key == "done")
+        HelmRequest(
+            GenerationRequest(prompt_token_ids=(1,), thinking=cases[key][0]),
+            key,
+            (),
+            1,
+            key == "done",
+        )
         for key in [*cases, "half"]
     ]
     responses = {key: response(text) for key, (_, text) in cases.items() if text}

@@ -1,4 +1,6 @@
-"""Products with published blocks have the bits of products with the decoded matrix, for any number of rows."""
+"""Products with published blocks have the bits of products with the decoded matrix, for any number
+of rows.
+"""
 
 import ctypes
 import mmap
@@ -38,7 +40,10 @@ def test_any_shape(fmt, count, values, outputs, has_bias, threads, seed):
     memory = torch.zeros(outputs, fmt.stripe_bytes(width) + 5, dtype=torch.uint8)
     packed, x = memory[:, 3:-2], rows_of_x(count, width + 3, seed)[:, 1:-2]
     packed.copy_(drawn_blocks(fmt, outputs, width, seed))
-    weight, bias = published_values(packed.contiguous(), fmt), rows_of_x(1, outputs)[0] if has_bias else None
+    weight, bias = (
+        published_values(packed.contiguous(), fmt),
+        rows_of_x(1, outputs)[0] if has_bias else None,
+    )
     torch.set_num_threads(threads)
     y = block_matmul(x, packed, fmt, bias)
     assert torch.equal(y, vector_matmul(x, weight, bias))
@@ -59,14 +64,18 @@ def test_nothing_is_read_beyond_the_rows(fmt):
     memory = mmap.mmap(-1, (pages + 2) * size)
     view = torch.frombuffer(memory, dtype=torch.uint8)
     for page in (0, pages + 1):
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(view.data_ptr() + page * size), size, 0) == 0
+        assert (
+            ctypes.CDLL(None).mprotect(ctypes.c_void_p(view.data_ptr() + page * size), size, 0) == 0
+        )
     for first in (size, (pages + 1) * size - packed.numel()):
         at_edge = view[first : first + packed.numel()].view(packed.shape)
         at_edge.copy_(packed)
         for count in (1, 4, 20):
             x = rows_of_x(count, width)
             assert torch.equal(block_matmul(x, at_edge, fmt), block_matmul(x, packed, fmt))
-        assert torch.equal(decode_into(at_edge, fmt, torch.empty(4, width)), published_values(packed, fmt))
+        assert torch.equal(
+            decode_into(at_edge, fmt, torch.empty(4, width)), published_values(packed, fmt)
+        )
 
 
 def test_what_it_does_not_take():

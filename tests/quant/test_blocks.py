@@ -1,4 +1,6 @@
-"""Values of published blocks equal those of the `gguf` package, bit for bit: by plain torch and by compiled loops."""
+"""Values of published blocks equal those of the `gguf` package, bit for bit: by plain torch and by
+compiled loops.
+"""
 
 import gguf
 import pytest
@@ -7,7 +9,15 @@ import torch
 from flexgen_helm.kernels import trial
 from flexgen_helm.quant.block_products import decode_into
 from flexgen_helm.quant.blocks import decode, not_finite
-from tests.helpers.blocks import EVERY_FORMAT, FORMATS, NAMES, SCALED, drawn_blocks, half_scales, published_values
+from tests.helpers.blocks import (
+    EVERY_FORMAT,
+    FORMATS,
+    NAMES,
+    SCALED,
+    drawn_blocks,
+    half_scales,
+    published_values,
+)
 
 # Zero and negative zero, denormals, the smallest normal numbers, the largest ones, and a third.
 HALVES = [0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x83FF, 0x0400, 0x8400, 0x7BFF, 0xFBFF, 0x3555]
@@ -17,7 +27,9 @@ every_format = pytest.mark.parametrize("fmt", FORMATS, ids=NAMES)
 
 def assert_same_bits(values, expected):
     assert values.dtype == expected.dtype == torch.float32
-    assert torch.equal(values.contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
+    assert torch.equal(
+        values.contiguous().view(torch.int32), expected.contiguous().view(torch.int32)
+    )
 
 
 def assert_as_published(packed, fmt):
@@ -28,7 +40,9 @@ def assert_as_published(packed, fmt):
 
 @every_format
 def test_sizes_are_those_of_the_package(fmt):
-    assert (fmt.block_values, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[fmt.name]]
+    assert (fmt.block_values, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[
+        gguf.GGMLQuantizationType[fmt.name]
+    ]
     assert fmt.takes(3 * fmt.block_values) and not fmt.takes(fmt.block_values + 8)
     assert fmt.packed_bytes(5, 3 * fmt.block_values) == 15 * fmt.block_bytes
 
@@ -41,7 +55,9 @@ def test_drawn_blocks(fmt):
     assert trial.loops_in_use[f"products with {fmt.name}"] == "compiled"
 
 
-@pytest.mark.parametrize("code, bits", [("F8_E4M3", 0x7F), ("F8_E4M3", 0xFF), ("F8_E5M2", 0x7C), ("F8_E5M2", 0xFE)])
+@pytest.mark.parametrize(
+    "code, bits", [("F8_E4M3", 0x7F), ("F8_E4M3", 0xFF), ("F8_E5M2", 0x7C), ("F8_E5M2", 0xFE)]
+)
 def test_codes_that_are_no_numbers_are_found(code, bits):
     fmt = SCALED[code, "F32", 128]
     packed = drawn_blocks(fmt, 9, 5 * fmt.block_values)
@@ -49,7 +65,9 @@ def test_codes_that_are_no_numbers_are_found(code, bits):
     assert not_finite(packed, fmt)
 
 
-@pytest.mark.parametrize("scale, bits", [("F32", [0, 0, 0x80, 0x7F]), ("BF16", [0x81, 0xFF]), ("F8_E8M0", [0xFF])])
+@pytest.mark.parametrize(
+    "scale, bits", [("F32", [0, 0, 0x80, 0x7F]), ("BF16", [0x81, 0xFF]), ("F8_E8M0", [0xFF])]
+)
 def test_scales_of_folders_that_are_no_numbers_are_found(scale, bits):
     fmt = next(fmt for key, fmt in SCALED.items() if key[1] == scale)
     packed = drawn_blocks(fmt, 9, 5 * fmt.block_values)
@@ -59,7 +77,9 @@ def test_scales_of_folders_that_are_no_numbers_are_found(scale, bits):
 
 @every_format
 def test_all_codes(fmt):
-    """A row for each value that a byte can have: its low and its high bits are codes at all places."""
+    """A row for each value that a byte can have: its low and its high bits are codes at all
+    places.
+    """
     packed = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, fmt.block_bytes).contiguous()
     for at in half_scales(fmt):
         packed[:, at], packed[:, at + 1] = 0x55, 0x35

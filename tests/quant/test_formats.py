@@ -57,13 +57,16 @@ def test_sizes_are_the_formula_and_errors_half_a_scale(fmt, size, scale, seed):
     assert back.shape == values.shape and back.dtype == torch.float32
     if fmt.fit == "range":
         error, scale_of_group = (back - values).abs(), scales_of(values, fmt)
-        # A word's zero point lies between codes by up to 1/254 of their range, and its scale is up to 4.5 % above.
+        # A word's zero point lies between codes by up to 1/254 of their range, and its scale is up
+        # to 4.5 % above.
         slack = 0.5001 if fmt.scales == "pair" else 0.5001 * 1.045 + ((1 << fmt.bits) - 1) / 254
         assert (error <= slack * scale_of_group + 1e-7 * scale + 1.3e-7).all()
 
 
 def scales_of(values, fmt):
-    """(max - min) / (2^bits - 1) of every value's group, in double precision, with FP16's roundings allowed for."""
+    """(max - min) / (2^bits - 1) of every value's group, in double precision, with FP16's roundings
+    allowed for.
+    """
     work = values.double().numpy() if fmt.axis == "in" else values.double().numpy().T
     scales = np.empty_like(work)
     for row in range(work.shape[0]):
@@ -73,7 +76,8 @@ def scales_of(values, fmt):
             if fmt.scales == "word":
                 least, greatest = min(least, 0.0), max(greatest, 0.0)
             scale = (greatest - least) / ((1 << fmt.bits) - 1)
-            if fmt.scales == "pair":  # offset down, scale up, each by at most one FP16 place; and the floor
+            # offset down, scale up, each by at most one FP16 place; and the floor
+            if fmt.scales == "pair":
                 scale = scale * (1 + 2**-9) + abs(least) * 2**-9 + 2**-14
             scales[row, first : first + fmt.group_size] = scale
     return torch.from_numpy(scales if fmt.axis == "in" else scales.T.copy())
@@ -93,7 +97,8 @@ def test_the_papers_formula():
                 exact = (x - low) / (high - low) * 15
                 direct = low + round(exact) * (high - low) / 15
                 near = abs(float(back[first + row, column]) - direct) <= (high - low) * 2e-3
-                # FP16's scale is a little above the exact one, so values halfway between codes may round the other way.
+                # FP16's scale is a little above the exact one, so values halfway between codes may
+                # round the other way.
                 assert near or abs(exact % 1 - 0.5) < 0.02
                 other_codes += not near
     assert other_codes < 0.01 * values.numel() + 1
@@ -119,11 +124,14 @@ def test_values_that_are_not_finite_are_refused(bad, fmt):
     big[::2] *= -1
     with pytest.raises(NotQuantizableError, match="65504"):
         quantize(big, PAPER)
-    for values in (big.clamp(-1900, 1900), big.clamp(0, 3700)):  # 3,677 is 15 times the largest scale
+    # 3,677 is 15 times the largest scale
+    for values in (big.clamp(-1900, 1900), big.clamp(0, 3700)):
         with pytest.raises(NotQuantizableError, match="spans more than 3677"):
             quantize(values, OURS)
     near = big.clamp(-largest_value(OURS), largest_value(OURS))
-    assert (dequantize(quantize(near, OURS), OURS, 64, 64) - near).abs().max() <= largest_value(OURS) / 15
+    assert (dequantize(quantize(near, OURS), OURS, 64, 64) - near).abs().max() <= largest_value(
+        OURS
+    ) / 15
 
 
 @pytest.mark.parametrize("fmt", [PAPER, OURS], ids=["paper", "ours"])
@@ -133,7 +141,12 @@ def test_saturation_changes_the_groups_that_cannot_be_quantized_and_no_others(fm
     assert torch.equal(quantize(values, fmt, saturate=True), quantize(values, fmt))
     good = dequantize(quantize(values, fmt), fmt, 128, 128)
     limit = largest_value(fmt)
-    values[3, 5], values[3, 6], values[4, 5], values[5, 5] = math.nan, math.inf, -math.inf, -3 * limit
+    values[3, 5], values[3, 6], values[4, 5], values[5, 5] = (
+        math.nan,
+        math.inf,
+        -math.inf,
+        -3 * limit,
+    )
     back = dequantize(quantize(values, fmt, saturate=True), fmt, 128, 128)
     assert torch.isfinite(back).all() and back.abs().max() <= 2 * limit
     of_other_groups = torch.ones(128, 128, dtype=torch.bool)
@@ -146,7 +159,11 @@ def test_saturation_changes_the_groups_that_cannot_be_quantized_and_no_others(fm
 
 def test_the_grid_of_words():
     scales = word_scales(torch.device("cpu"))
-    assert scales.shape == (512,) and float(scales[0]) == 2.0**-24 and 2.0**7.9 < float(scales[-1]) < 2.0**8
+    assert (
+        scales.shape == (512,)
+        and float(scales[0]) == 2.0**-24
+        and 2.0**7.9 < float(scales[-1]) < 2.0**8
+    )
     ratios = scales[1:] / scales[:-1]
     assert torch.allclose(ratios, torch.tensor(2.0 ** (1 / 16)), rtol=1e-5)
     scale, offset = decode_words(torch.tensor([384 << 7 | 127, 384 << 7]), 4)
@@ -185,12 +202,21 @@ def test_the_fit_of_a_part_is_that_of_the_whole(monkeypatch):
     assert torch.equal(whole[0], in_parts[0]) and torch.equal(whole[1], in_parts[1])
 
 
-KERNELS = [PAPER, OURS, GroupFormat(4, 64, "in"), GroupFormat(4, 128, "in", "word"), EIGHT, ROWS_IN_EIGHT]
+KERNELS = [
+    PAPER,
+    OURS,
+    GroupFormat(4, 64, "in"),
+    GroupFormat(4, 128, "in", "word"),
+    EIGHT,
+    ROWS_IN_EIGHT,
+]
 KERNELS += [GroupFormat(8, 24, "out", "pair"), GroupFormat(8, 64, "in", "pair")]
 
 
 def apart(rows):
-    """The same rows with others' bytes between them, as caches have; one row as a column's transpose."""
+    """The same rows with others' bytes between them, as caches have; one row as a column's
+    transpose.
+    """
     if len(rows) == 1:
         return rows.t().contiguous().t()
     return torch.stack((rows, rows.flip(1)), 1).flatten(1)[:, : rows.shape[1]]
@@ -218,7 +244,8 @@ def test_products_with_codes_equal_products_with_dequantized_weights(fmt, size, 
     torch.set_num_threads(threads)
     y = quantized_matmul(x, packed, fmt, rows)
     weights = dequantize(packed, fmt, rows, width).double()
-    # Codes and offsets are summed apart and then cancel, so the error is relative to the sum of absolute values.
+    # Codes and offsets are summed apart and then cancel, so the error is relative to the sum of
+    # absolute values.
     bound = 1e-6 * (x.double().abs() @ (weights.abs() + 1).t())
     assert y.shape == (tokens, rows) and ((y - x.double() @ weights.t()).abs() <= bound).all()
 
@@ -252,7 +279,8 @@ def test_packing_by_the_loop_gives_the_bytes_of_plain_torch(fmt, size, dtype, ki
     values = {
         "normal": values,
         "outliers": torch.where(values > 0.045, values * 300, values),
-        "steps": (values * 100).round() / 64,  # many values halfway between codes, many equal errors
+        # many values halfway between codes, many equal errors
+        "steps": (values * 100).round() / 64,
         "one sign": -values.abs() - 0.3,
         "constant": values[:1].expand(size),
         "tiny": values * 1e-5,
@@ -276,7 +304,11 @@ def test_sums_in_one_order_decide_near_ties_alike(monkeypatch, dtype, seed):
 
 @pytest.mark.parametrize("row", [0, 31, 32, 69])
 def test_the_packing_loop_refuses_what_plain_torch_refuses(row):
-    for bad, message in ((math.nan, "not finite"), (math.inf, "not finite"), (3700.0, "spans more than 3677")):
+    for bad, message in (
+        (math.nan, "not finite"),
+        (math.inf, "not finite"),
+        (3700.0, "spans more than 3677"),
+    ):
         values = matrix(70, 50)
         values[row, 49] = bad
         with pytest.raises(NotQuantizableError, match=message):
@@ -284,18 +316,23 @@ def test_the_packing_loop_refuses_what_plain_torch_refuses(row):
 
 
 def test_the_numba_kernels_are_used(monkeypatch):
-    """numba is among our requirements: without it these tests would compare plain operations with themselves."""
+    """numba is among our requirements: without it these tests would compare plain operations with
+    themselves.
+    """
     packed = quantize(matrix(64, 64), OURS)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "dequantize_with_torch", None)
         for fmt in KERNELS:
             dequantize_into(quantize(matrix(64, 64), fmt), fmt, torch.empty(64, 64))
     monkeypatch.setattr(kernels, "loops", lambda: None)
-    assert torch.equal(dequantize_into(packed, OURS, torch.empty(64, 64)), dequantize(packed, OURS, 64, 64))
+    assert torch.equal(
+        dequantize_into(packed, OURS, torch.empty(64, 64)), dequantize(packed, OURS, 64, 64)
+    )
 
 
 @pytest.mark.parametrize(
-    "bits, group, fit", [(3, 64, "range"), (16, 64, "range"), (4, 4, "range"), (4, 20, "range"), (4, 64, "error")]
+    "bits, group, fit",
+    [(3, 64, "range"), (16, 64, "range"), (4, 4, "range"), (4, 20, "range"), (4, 64, "error")],
 )
 def test_impossible_formats_are_refused(bits, group, fit):
     with pytest.raises(UsageError):

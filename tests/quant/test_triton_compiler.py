@@ -1,4 +1,6 @@
-"""The Triton kernels through Triton's own launches and compiler, for GPUs from the T4 to the H100, without one."""
+"""The Triton kernels through Triton's own launches and compiler, for GPUs from the T4 to the H100,
+without one.
+"""
 
 import pytest
 import torch
@@ -29,8 +31,16 @@ TYPES = [
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
     if capability >= 80 or dtype != torch.bfloat16
 ]
-FEW = [(75, PAPER, torch.float16), (80, EIGHT_IN, torch.float16), *((c, OURS, torch.float16) for c in SHARED_MEMORY)]
-ALL = [(c, fmt, dtype) for c, dtype in TYPES for fmt in (OURS, PAPER, ALONG_WORDS, ALONG_PAIRS, EIGHT, EIGHT_IN)]
+FEW = [
+    (75, PAPER, torch.float16),
+    (80, EIGHT_IN, torch.float16),
+    *((c, OURS, torch.float16) for c in SHARED_MEMORY),
+]
+ALL = [
+    (c, fmt, dtype)
+    for c, dtype in TYPES
+    for fmt in (OURS, PAPER, ALONG_WORDS, ALONG_PAIRS, EIGHT, EIGHT_IN)
+]
 BLOCKS = [(capability, fmt, dtype) for capability, dtype in TYPES for fmt in EVERY_FORMAT]
 
 
@@ -60,7 +70,9 @@ def test_kernels_compile_without_spills_and_with_wide_loads(tmp_path, capability
 
 
 def assert_fits(kernel, folder, registers):
-    """No register is spilled, and whole lines are written; a fused multiply-add has other bits than plain torch."""
+    """No register is spilled, and whole lines are written; a fused multiply-add has other bits than
+    plain torch.
+    """
     found = resources(kernel, folder)
     assert not found.stack_bytes and found.registers <= registers
     assert set(instructions(kernel, r"st\.global")) == {"st.global.v4.b32"}
@@ -68,7 +80,9 @@ def assert_fits(kernel, folder, registers):
 
 
 @pytest.mark.fast(12)
-@pytest.mark.parametrize("capability, fmt, dtype", share(BLOCKS, 3), ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(
+    "capability, fmt, dtype", share(BLOCKS, 3), ids=lambda x: getattr(x, "name", str(x))
+)
 def test_one_kernel_compiles_for_all_published_formats(tmp_path, capability, fmt, dtype):
     (launched,) = launch(capability, fmt, dtype, rows=63)
     kernel, values = launched.kernel, 63 * WIDTH / launched.grid[0] / 128  # of a thread
@@ -81,12 +95,20 @@ def test_one_kernel_compiles_for_all_published_formats(tmp_path, capability, fmt
 
 @pytest.mark.parametrize("fmt", [OURS, PAPER, EIGHT, EIGHT_IN, *EVERY_FORMAT], ids=str)
 def test_the_stand_in_for_other_devices_computes_what_kernels_do(monkeypatch, fmt):
-    """It takes the place of a launch on devices in host memory, so that all host code of the kernels runs there."""
+    """It takes the place of a launch on devices in host memory, so that all host code of the
+    kernels runs there.
+    """
     rows, width = (70, 2200) if isinstance(fmt, GroupFormat) else (5, 3 * fmt.block_values)
-    packed = quantize(torch.randn(rows, width) * 0.3, fmt) if rows == 70 else drawn_blocks(fmt, rows, width)
+    packed = (
+        quantize(torch.randn(rows, width) * 0.3, fmt)
+        if rows == 70
+        else drawn_blocks(fmt, rows, width)
+    )
     expected = dequantize(packed, fmt, rows, width) if rows == 70 else decode(packed, fmt)
     monkeypatch.setattr(triton_launches.Launch, "run", run)
-    assert torch.equal(triton_launches.dequantize_into(packed, fmt, torch.empty(rows, width)), expected)
+    assert torch.equal(
+        triton_launches.dequantize_into(packed, fmt, torch.empty(rows, width)), expected
+    )
 
 
 def test_a_matrix_of_a_large_model_is_dequantized_by_one_launch():

@@ -1,4 +1,6 @@
-"""Where Triton does not work, plain torch takes over for the rest of the process, with one warning."""
+"""Where Triton does not work, plain torch takes over for the rest of the process, with one
+warning.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,17 @@ from tests.helpers.triton_driver import RecordingDriver, recording_driver  # noq
 OURS, Q4_0 = PRECISIONS["4bit"].weights, BLOCK_FORMATS["Q4_0"]
 GROUPS = quantize(torch.randn(70, 48, generator=torch.Generator().manual_seed(0)), OURS)
 BLOCKS = drawn_blocks(Q4_0, 5, 96)
-MATRICES = {"ours": (GROUPS, OURS, dequantize(GROUPS, OURS, 70, 48)), "published": (BLOCKS, Q4_0, decode(BLOCKS, Q4_0))}
+MATRICES = {
+    "ours": (GROUPS, OURS, dequantize(GROUPS, OURS, 70, 48)),
+    "published": (BLOCKS, Q4_0, decode(BLOCKS, Q4_0)),
+}
 
 
 @pytest.fixture(autouse=True)
 def on_a_device(monkeypatch):
-    """Packed matrices count as those of a CUDA device, in a process where Triton has not failed yet."""
+    """Packed matrices count as those of a CUDA device, in a process where Triton has not failed
+    yet.
+    """
     monkeypatch.delitem(switched_off, TRITON, raising=False)
     monkeypatch.setattr(kernels, "_is_for_triton", lambda *tensors: True)
 
@@ -44,7 +51,9 @@ def use(name: str = "ours") -> list[str]:
     packed, fmt, expected = MATRICES[name]
     with observed_by(events.append):
         for _ in range(2):
-            assert torch.equal(kernels.dequantize_into(packed, fmt, torch.full_like(expected, torch.nan)), expected)
+            assert torch.equal(
+                kernels.dequantize_into(packed, fmt, torch.full_like(expected, torch.nan)), expected
+            )
     assert all(isinstance(event, Message) and event.is_warning for event in events)
     return [event.text for event in events]
 
@@ -71,7 +80,9 @@ def with_a_kernel_that_does_not_compile(patch):
     def broken(packed: Any) -> None:
         pass
 
-    patch.setattr(triton_launches.Launch, "run", lambda self, *_, **__: broken[(1,)](torch.zeros(1)))
+    patch.setattr(
+        triton_launches.Launch, "run", lambda self, *_, **__: broken[(1,)](torch.zeros(1))
+    )
 
 
 def without_triton(patch):
@@ -81,8 +92,8 @@ def without_triton(patch):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (without_a_c_compiler, "C compiler"), (with_a_kernel_that_does_not_compile, "CompilationError"),
-        (without_triton, "Error"),
+        (without_a_c_compiler, "C compiler"),
+        (with_a_kernel_that_does_not_compile, "CompilationError"), (without_triton, "Error"),
     ],
 )  # fmt: skip
 def test_what_fails_is_named_once(monkeypatch, fault, says):
@@ -105,7 +116,8 @@ def test_a_kernel_that_works_is_used_and_nothing_is_said(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("out of memory")]
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("out of memory")],
 )
 def test_too_little_memory_is_the_callers_affair(monkeypatch, error):
     def fail(*_, **__):
@@ -124,13 +136,17 @@ def test_triton_takes_what_its_kernels_can_address(monkeypatch):
     def on_device(stride, at):
         """Of a CUDA device, as far as is asked."""
         view = made((2, 4), stride, at)
-        asked = {name: getattr(view, name) for name in ("stride", "storage_offset", "is_contiguous")}
+        asked = {
+            name: getattr(view, name) for name in ("stride", "storage_offset", "is_contiguous")
+        }
         return SimpleNamespace(is_cuda=True, **asked)
 
     good, odd, apart = on_device((4, 1), 16), on_device((5, 1), 17), on_device((8, 2), 16)
     for fmt in (OURS, Q4_0):
         assert kernels._is_for_triton(good, fmt, good)
-        assert not kernels._is_for_triton(apart, fmt, good) and not kernels._is_for_triton(good, fmt, apart)
+        assert not kernels._is_for_triton(apart, fmt, good) and not kernels._is_for_triton(
+            good, fmt, apart
+        )
         assert not kernels._is_for_triton(good, fmt, torch.zeros(1))
         assert not kernels._is_for_triton(torch.zeros(2, 2), fmt, good)
     assert not kernels._is_for_triton(odd, OURS, good)

@@ -32,7 +32,9 @@ def test_kernels_give_the_bits_of_plain_torch(found):
 
 
 def test_one_kernel_gives_the_bits_of_all_published_formats(found):
-    """Those of GGUF files and of folders, in float16 and float32: Triton's interpreter does not round to bfloat16."""
+    """Those of GGUF files and of folders, in float16 and float32: Triton's interpreter does not
+    round to bfloat16.
+    """
     assert found["blocks"] == 2 * len(EVERY_FORMAT) == 72
 
 

@@ -1,6 +1,8 @@
-"""The failures of docs/explanation/reliability.md that no other module provokes, by their number there.
+"""The failures of docs/explanation/reliability.md that no other module provokes, by their number
+there.
 
-Each guard is followed by its inverse: the same input where the guard is off, or in the software that has the failure.
+Each guard is followed by its inverse: the same input where the guard is off, or in the software
+    that has the failure.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ Tiny = Callable[[str], TinyModel]
 
 
 def scores(model: Path, prompt: list[int], **changes: Any) -> GenerationResult:
-    request = GenerationRequest(prompt_token_ids=prompt, **{"max_tokens": 0, "echo_logprobs": True, **changes})
+    request = GenerationRequest(
+        prompt_token_ids=prompt, **{"max_tokens": 0, "echo_logprobs": True, **changes}
+    )
     with Engine.from_pretrained(model) as engine:
         (result,) = engine.run([request])
     return result
@@ -76,7 +80,9 @@ def test_2_a_file_is_refused_whole_where_the_disk_is_full(tmp_path):
 
 
 def test_2_a_mapped_file_dies_by_a_signal_there(tmp_path):
-    """The inverse: a file whose blocks are not allocated is created, and a write through a map is SIGBUS."""
+    """The inverse: a file whose blocks are not allocated is created, and a write through a map is
+    SIGBUS.
+    """
     code = (
         "import mmap, sys\n"
         "file = open(sys.argv[1], 'w+b')\n"
@@ -85,7 +91,10 @@ def test_2_a_mapped_file_dies_by_a_signal_there(tmp_path):
         f"mapped[:] = bytes([1]) * {MIB}\n"
     )
     with small_disk(tmp_path / "small", 64 << 10) as disk:
-        assert subprocess.run([sys.executable, "-c", code, str(disk / "f")]).returncode == -signal.SIGBUS
+        assert (
+            subprocess.run([sys.executable, "-c", code, str(disk / "f")]).returncode
+            == -signal.SIGBUS
+        )
 
 
 # 5 and 7: pickles in weights and caches
@@ -95,7 +104,8 @@ PICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "sh
 EXECUTING = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load", "os.system",
              "dist.broadcast_object_list", "dist.all_gather_object"}  # fmt: skip
 # Each with its reason, which SECURITY.md tells.
-TRUSTED = {"pipeline.py": {"dist.broadcast_object_list", "dist.all_gather_object"}}  # between processes of one torchrun
+# between processes of one torchrun
+TRUSTED = {"pipeline.py": {"dist.broadcast_object_list", "dist.all_gather_object"}}
 
 
 def executing(source: str) -> set[str]:
@@ -115,14 +125,21 @@ def executing(source: str) -> set[str]:
 
 def test_5_no_module_uses_what_executes_its_input():
     """`torch.load` has one place, which a test of conversions names."""
-    sources = [path for folder in ("flexgen_helm", "scenarios", "runs") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path
+        for folder in ("flexgen_helm", "scenarios", "runs")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     assert len(sources) > 100
-    assert {path.name: found for path in sources if (found := executing(path.read_text()))} == TRUSTED
+    assert {
+        path.name: found for path in sources if (found := executing(path.read_text()))
+    } == TRUSTED
 
 
 def test_5_what_executes_its_input_is_found():
     source = (
-        "import dill\nfrom pickle import loads\neval('1')\nyaml.load(x)\nf(trust_remote_code=given)\ng(shell=False)"
+        "import dill\nfrom pickle import loads\neval('1')\nyaml.load(x)\n"
+        "f(trust_remote_code=given)\ng(shell=False)"
     )
     assert executing(source) == {"dill", "pickle", "eval", "yaml.load", "trust_remote_code=True"}
 
@@ -167,7 +184,9 @@ def overflowing(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("overflowing")
     save_random(folder, llama_config(), seed=2)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     for matrix in ("up_proj", "down_proj"):
         tensors[f"model.layers.1.mlp.{matrix}.weight"] *= 1e30
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -183,7 +202,9 @@ def test_8_a_value_that_overflows_fails_its_request_and_names_the_layer(overflow
 def test_8_without_the_checks_it_is_an_answer(overflowing, monkeypatch):
     """The inverse. HELM leaves such a score out of its mean."""
     honest = executor._BatchState.check_finite
-    monkeypatch.setattr(executor._BatchState, "check_finite", lambda self: torch.full_like(honest(self), -1))
+    monkeypatch.setattr(
+        executor._BatchState, "check_finite", lambda self: torch.full_like(honest(self), -1)
+    )
     monkeypatch.setattr(executor.math, "isfinite", lambda value: True)
     result = scores(overflowing, prompts(1, 30)[0])
     assert result.error is None and result.prompt_logprobs is not None
@@ -219,9 +240,14 @@ def test_9_masked_by_its_id_it_has_other_scores(opt):
     """The inverse, as FlexLLMGen does it."""
     ids = torch.tensor([PADDED])
     with torch.no_grad():
-        masked = torch.log_softmax(opt.reference(ids, attention_mask=(ids != 1).long()).logits[0], -1)
+        masked = torch.log_softmax(
+            opt.reference(ids, attention_mask=(ids != 1).long()).logits[0], -1
+        )
     expected = opt.logprobs(PADDED)
-    moved = [abs(masked[row, token] - expected[row, token]).item() for row, token in enumerate(PADDED[1:])]
+    moved = [
+        abs(masked[row, token] - expected[row, token]).item()
+        for row, token in enumerate(PADDED[1:])
+    ]
     assert max(moved) > 100 * TOLERANCE
 
 
@@ -229,11 +255,17 @@ def test_9_masked_by_its_id_it_has_other_scores(opt):
 
 
 def test_10_a_second_bos_would_move_every_score(tiny):
-    """HELM's prompts of language modelling begin with BOS as text; others have none. Both are conditioned on one."""
+    """HELM's prompts of language modelling begin with BOS as text; others have none. Both are
+    conditioned on one.
+    """
     model, encoder = tiny("gpt2"), PromptEncoder(FakeTokenizer(adds_bos=True))  # type: ignore[arg-type]
-    plain = Request(model="flexgen/x", model_deployment="flexgen/x", prompt="ab", max_tokens=0, echo_prompt=True)
+    plain = Request(
+        model="flexgen/x", model_deployment="flexgen/x", prompt="ab", max_tokens=0, echo_prompt=True
+    )
     fed = [
-        to_generation_request(replace(plain, prompt=text), encoder, MAX_POSITIONS).request.prompt_token_ids
+        to_generation_request(
+            replace(plain, prompt=text), encoder, MAX_POSITIONS
+        ).request.prompt_token_ids
         for text in ("ab", FakeTokenizer.bos_text + "ab")
     ]
     once = [FakeTokenizer.bos_id, ord("a"), ord("b")]
@@ -252,18 +284,25 @@ def test_10_a_second_bos_would_move_every_score(tiny):
 def test_11_log_probabilities_of_greedy_tokens_are_those_of_the_model(tiny):
     """The inverse too: after the division by HELM's temperature for 'greedy', all are 0."""
     model, prompt = tiny("llama"), [5, 9, 33, 120]
-    (completion,) = scores(model.path, prompt, max_tokens=6, echo_logprobs=False, ignore_eos=True).completions
+    (completion,) = scores(
+        model.path, prompt, max_tokens=6, echo_logprobs=False, ignore_eos=True
+    ).completions
     rows = model.logprobs([*prompt, *completion.token_ids])[len(prompt) - 1 : -1]
     picked = torch.tensor(completion.token_ids)[:, None]
     expected = rows.gather(1, picked)[:, 0]
-    assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=TOLERANCE) and expected.max() < -0.5
+    assert (
+        torch.allclose(torch.tensor(completion.logprobs), expected, atol=TOLERANCE)
+        and expected.max() < -0.5
+    )
     tempered = torch.log_softmax(rows / 1e-7, -1).gather(1, picked)[:, 0]
     assert tempered.abs().max() == 0.0
 
 
 # 13: SQLite among threads and processes
 
-STORED = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3, 4), (None, -1.25), None, Cost(2))
+STORED = GenerationResult(
+    (Completion("a", ("a",), (1,), (-0.5,), "stop"),), (3, 4), (None, -1.25), None, Cost(2)
+)
 
 
 @pytest.mark.parametrize("patient", [True, False])
@@ -311,7 +350,10 @@ def test_14_a_process_that_it_started_would_be_noticed(tmp_path):
 
 
 # A parent that starts a child, says its pid, and waits.
-PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
+PARENT = (
+    "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, "
+    "flush=True); input()"
+)
 CHILD = "import time; {guard}; open({file!r}, 'w').close(); time.sleep(60)"
 GUARD = "from flexgen_helm.cli import end_with_parent; end_with_parent()"
 
@@ -322,7 +364,9 @@ def test_14_a_rank_ends_with_torchrun(tmp_path, guarded):
     ready = tmp_path / "ready"
     child = CHILD.format(guard=GUARD if guarded else "pass", file=str(ready))
     command = [sys.executable, "-c", PARENT, child]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as parent:
         assert parent.stdout is not None
         rank = psutil.Process(int(parent.stdout.readline()))
         while not ready.exists():
@@ -345,7 +389,9 @@ def weights_on_disk(folder: Path, fingerprints: str) -> list[int]:
     """Write models A, B, A with these fingerprints, and return what each of them then reads."""
     where, read = OffloadDirectory(folder), []
     for value, fingerprint in zip((1, 2, 1), fingerprints, strict=True):
-        file = where.weights(fingerprint * 64, "float16").ensure("a.weight", matrix(value).nbytes, [matrix(value)])
+        file = where.weights(fingerprint * 64, "float16").ensure(
+            "a.weight", matrix(value).nbytes, [matrix(value)]
+        )
         read.append(int(file.read_tensor(0, (1,), torch.float16)))
         file.close()
     where.close()
@@ -366,7 +412,9 @@ def test_15_models_of_one_name_do_not_share_answers(tmp_path, monkeypatch):
     name = "flexgen/mine"
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.yaml"))
-    asked = Request(model=name, model_deployment=name, prompt="the quick", temperature=0.0, max_tokens=8)
+    asked = Request(
+        model=name, model_deployment=name, prompt="the quick", temperature=0.0, max_tokens=8
+    )
 
     def results() -> list[RequestResult]:
         answers = []
@@ -374,7 +422,9 @@ def test_15_models_of_one_name_do_not_share_answers(tmp_path, monkeypatch):
             (tmp_path / "models.yaml").write_text(f"mine: {tmp_path / str(seed) / 'model'}\n")
             previous = set_context(PluginContext())
             try:
-                helm = LocalContext(str(tmp_path / "prod_env"), SqliteCacheBackendConfig(str(tmp_path)))
+                helm = LocalContext(
+                    str(tmp_path / "prod_env"), SqliteCacheBackendConfig(str(tmp_path))
+                )
                 answers.append(helm.make_request(asked))
             finally:
                 set_context(previous).service.close()

@@ -1,4 +1,6 @@
-"""The catalogue of errors: each class says its cause and the next step, with commands and flags that exist."""
+"""The catalogue of errors: each class says its cause and the next step, with commands and flags
+that exist.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_class_says_its_cause_and_the_next_step(error):
     assert cause.endswith(".") and following.endswith(".")
     assert error.exit_code in (1, 2, 130)
     commands = command_line().commands
-    flags = {flag for command in commands.values() for param in command.params for flag in param.opts}
+    flags = {
+        flag for command in commands.values() for param in command.params for flag in param.opts
+    }
     assert set(re.findall(r"`flexgen-helm (\w+)", following)) <= {*commands, "COMMAND"}
     assert set(re.findall(r"--[\w-]+", following)) <= flags | helm_flags() | {"--help"}
 
@@ -39,7 +43,11 @@ def test_errors_of_other_modules_are_there_and_those_of_tests_are_not():
     class Unknown(FlexgenError):
         """No entry of the catalogue."""
 
-    assert ResponseCacheError in CLASSES and CLASSES[0] is FlexgenError and len(CLASSES) == len(set(CLASSES))
+    assert (
+        ResponseCacheError in CLASSES
+        and CLASSES[0] is FlexgenError
+        and len(CLASSES) == len(set(CLASSES))
+    )
     assert Unknown not in CATALOGUE.classes()
     with pytest.raises(ValueError, match="docstring of Unknown"):
         CATALOGUE.entry(Unknown)

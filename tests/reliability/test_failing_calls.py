@@ -1,4 +1,6 @@
-"""One system call of a command fails: its result is right, or a sentence says which file and what helps."""
+"""One system call of a command fails: its result is right, or a sentence says which file and what
+helps.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_call_that_fails_costs_no_result(suites, command):
     failing = FailingCalls(suites, command)
     faults = failing.faults(2)
     if not IS_WHOLE:
-        faults = [*{fault.kind: fault for fault in faults}.values()][: None if command == "run" else 4]
+        faults = [*{fault.kind: fault for fault in faults}.values()][
+            : None if command == "run" else 4
+        ]
     tried = {str(fault): failing.try_one(fault) for fault in faults}
     wrong = {fault: (said, outcome.output) for fault, (outcome, said) in tried.items() if said}
     assert not [fault for fault, (said, _) in wrong.items() if said != "not reached"], wrong

@@ -1,4 +1,6 @@
-"""A disk that fails: the libc of a process returns EIO, ENOSPC or half of what was asked, for files of one folder."""
+"""A disk that fails: the libc of a process returns EIO, ENOSPC or half of what was asked, for files
+of one folder.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,15 @@ def shim(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_engines(tiny, tmp_path_factory, shim):
-    """Three engines of one process, by policy: with errors, on a disk that is well again, and with short reads."""
+    """Three engines of one process, by policy: with errors, on a disk that is well again, and with
+    short reads.
+    """
 
     @cache
     def run(policy: str) -> tuple[Path, list[dict[str, Any]]]:
         folder = tmp_path_factory.mktemp("disk")
-        model = shutil.copytree(tiny("llama").path, folder / "model")  # weights are read from its own files
+        # weights are read from its own files
+        model = shutil.copytree(tiny("llama").path, folder / "model")
         done = subprocess.run(
             [sys.executable, "-c", ENGINE, str(model), str(folder), policy, "eio 5", "", "short 0"],
             input=json.dumps(PROMPTS), text=True, capture_output=True, timeout=120, cwd=ROOT,
@@ -77,7 +82,10 @@ def expected(tiny):
     from flexgen_helm import Engine, GenerationRequest
 
     with Engine.from_pretrained(tiny("llama").path) as engine:
-        asked = [GenerationRequest(prompt_token_ids=ids, max_tokens=8, ignore_eos=True) for ids in PROMPTS]
+        asked = [
+            GenerationRequest(prompt_token_ids=ids, max_tokens=8, ignore_eos=True)
+            for ids in PROMPTS
+        ]
         return [list(result.completions[0].token_ids) for result in engine.run(asked)]
 
 
@@ -86,9 +94,14 @@ def expected(tiny):
 def test_a_disk_error_ends_the_run_with_the_files_name(run_engines, expected, policy):
     folder, (failed, well, _) = run_engines(policy)
     assert failed["error"].startswith("OffloadError") and str(folder) in failed["error"], failed
-    assert "Input/output error" in failed["error"] and "\n" not in failed["error"] and failed["exit code"] == 1
+    assert (
+        "Input/output error" in failed["error"]
+        and "\n" not in failed["error"]
+        and failed["exit code"] == 1
+    )
     assert failed["left"] == []
-    # The same folder serves once the disk is well, and without the shim's orders the run is as any other.
+    # The same folder serves once the disk is well, and without the shim's orders the run is as any
+    # other.
     assert well["answers"] == expected
 
 
@@ -103,7 +116,11 @@ def test_a_full_disk_below_the_response_cache_costs_no_score(tmp_path, shim):
     """SQLite cannot write: the suite goes on, says so, and has its scores; nothing is stored."""
     runs = Place(tmp_path, is_cold=True)  # the shim is loaded before Python
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("LD_PRELOAD", shim), ("FAIL_HOW", "nospace"), ("FAIL_PATH", "journal/")):
+        for name, value in (
+            ("LD_PRELOAD", shim),
+            ("FAIL_HOW", "nospace"),
+            ("FAIL_PATH", "journal/"),
+        ):
             patch.setenv(name, str(value))
         output = runs.run("suite", "-n", "4")
     runs.python = python("all")

@@ -1,4 +1,5 @@
-"""Model folders and files of a stranger: each opens, or is refused in one sentence; nothing runs, grows or is written.
+"""Model folders and files of a stranger: each opens, or is refused in one sentence; nothing runs,
+grows or is written.
 
 The files' bytes are damaged at random in tests/checkpoint; here they are well-formed and lie.
 """
@@ -49,7 +50,11 @@ def folder(tiny, tmp_path):
 def use(path: Path) -> None:
     """Do with a model what a run does."""
     with Engine.from_pretrained(path) as engine:
-        prompt = {"prompt": "the quick fox"} if engine.tokenizer is not None else {"prompt_token_ids": [5, 6]}
+        prompt = (
+            {"prompt": "the quick fox"}
+            if engine.tokenizer is not None
+            else {"prompt_token_ids": [5, 6]}
+        )
         for result in engine.run([GenerationRequest(max_tokens=2, echo_logprobs=True, **prompt)]):
             if result.error is not None:
                 raise result.error
@@ -92,12 +97,18 @@ def paths(content: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 # Keys that a file may have though the tiny models' do not.
 OTHER_KEYS = [
-    "text_config", "auto_map", "rope_scaling", "quantization_config", "sliding_window", "layer_types", "head_dim",
-    "rope_parameters", "rope_theta", "partial_rotary_factor", "eos_token_id", "bos_token_id", "chat_template",
-    "added_tokens_decoder", "tokenizer_class", "extra_special_tokens", "model_max_length", "num_local_experts",
+    "text_config", "auto_map", "rope_scaling", "quantization_config", "sliding_window",
+    "layer_types", "head_dim", "rope_parameters", "rope_theta", "partial_rotary_factor",
+    "eos_token_id", "bos_token_id", "chat_template", "added_tokens_decoder", "tokenizer_class",
+    "extra_special_tokens", "model_max_length", "num_local_experts",
 ]  # fmt: skip
-LIARS = [(variant, CONFIG) for variant in ("llama", "gemma3", "mixtral", "qwen3-moe", "phi3-longrope", "opt", "bloom")]
-LIARS += [("llama", name) for name in (TOKENIZER_CONFIG, "tokenizer.json", "generation_config.json")]
+LIARS = [
+    (variant, CONFIG)
+    for variant in ("llama", "gemma3", "mixtral", "qwen3-moe", "phi3-longrope", "opt", "bloom")
+]
+LIARS += [
+    ("llama", name) for name in (TOKENIZER_CONFIG, "tokenizer.json", "generation_config.json")
+]
 
 
 def lies(content: dict[str, Any]) -> list[tuple[tuple[Any, ...], Any]]:
@@ -121,7 +132,9 @@ def test_an_entry_that_lies_is_refused_or_harmless(tiny, tmp_path, home, variant
     folder = tmp_path / "model"
     if not folder.exists():
         shutil.copytree(tiny(variant).path, folder)
-    original = (tiny(variant).path / name).read_text() if (tiny(variant).path / name).exists() else "{}"
+    original = (
+        (tiny(variant).path / name).read_text() if (tiny(variant).path / name).exists() else "{}"
+    )
     path, junk = data.draw(st.sampled_from(lies(json.loads(original))))
     (folder / name).write_text(told(json.loads(original), path, junk))
     with contained(home, folder):
@@ -143,7 +156,9 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("variant, changes, message", BOMBS)
-def test_a_number_that_asks_for_memory_or_time_is_refused(tiny, tmp_path, home, variant, changes, message):
+def test_a_number_that_asks_for_memory_or_time_is_refused(
+    tiny, tmp_path, home, variant, changes, message
+):
     folder = Path(shutil.copytree(tiny(variant).path, tmp_path / "model"))
     content = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps({**content, **changes}))
@@ -158,7 +173,12 @@ def test_a_number_that_asks_for_memory_or_time_is_refused(tiny, tmp_path, home, 
 
 @pytest.mark.parametrize(
     "name, kind",
-    [(CONFIG, "pipe"), (CONFIG, "huge"), (TOKENIZER_CONFIG, "device"), ("special_tokens_map.json", "folder")],
+    [
+        (CONFIG, "pipe"),
+        (CONFIG, "huge"),
+        (TOKENIZER_CONFIG, "device"),
+        ("special_tokens_map.json", "folder"),
+    ],
 )
 def test_what_reading_would_never_end_is_refused(folder, home, name, kind):
     file = folder / name
@@ -178,7 +198,9 @@ def test_what_reading_would_never_end_is_refused(folder, home, name, kind):
 
 
 def test_links_are_followed_to_weights_and_never_shown(folder, home, tmp_path):
-    """A hub snapshot consists of links. One that leads to a secret is no model file, and its content is not quoted."""
+    """A hub snapshot consists of links. One that leads to a secret is no model file, and its
+    content is not quoted.
+    """
     secret = tmp_path / "secret"
     secret.write_text("hunter2 " * 20)
     for name in ("model.safetensors", CONFIG, "tokenizer.json"):
@@ -215,7 +237,9 @@ DECEITS: dict[str, bytes] = {
     "unknown type": safetensors({"a": entry("F17")}, bytes(8)),
     "name twice": safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
     "empty": b"",
-    "many tensors of nothing": safetensors({f"t{i}": entry(shape=(0,), offsets=(0, 0)) for i in range(10_000)}),
+    "many tensors of nothing": safetensors(
+        {f"t{i}": entry(shape=(0,), offsets=(0, 0)) for i in range(10_000)}
+    ),
 }
 
 
@@ -239,7 +263,9 @@ INDEXES: dict[str, Any] = {
 @pytest.mark.parametrize("shard", INDEXES.values(), ids=INDEXES)
 def test_an_index_that_lies_is_refused(folder, home, shard):
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": shard}})
+    )
     with contained(home) as caught:
         use(folder)
     assert isinstance(caught[0], CheckpointError)
@@ -296,7 +322,8 @@ def test_a_vocabulary_that_lies_is_refused(tmp_path, home, key, value, monkeypat
     metadata = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt2",
         "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": [1, 1],
-        "tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1, key: value,
+        "tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1, key: value,
     }  # fmt: skip
     header = type("Header", (), {"metadata": metadata})
     monkeypatch.setattr(gguf_tokenizer, "read_gguf_header", lambda path: header)
@@ -321,13 +348,17 @@ def test_a_weight_that_is_no_number_is_refused_by_name(folder, home, value):
 
 
 def test_the_guard_is_what_keeps_such_a_weight_out(folder, monkeypatch):
-    """The inverse: without the check a model with one infinite weight is loaded, and its answers fail or are wrong."""
+    """The inverse: without the check a model with one infinite weight is loaded, and its answers
+    fail or are wrong.
+    """
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][7, 2] = float("inf")
     save_file(tensors, folder / "model.safetensors")
-    monkeypatch.setattr("flexgen_helm.checkpoint.checkpoint.Checkpoint._require_finite", lambda *_: None)
+    monkeypatch.setattr(
+        "flexgen_helm.checkpoint.checkpoint.Checkpoint._require_finite", lambda *_: None
+    )
     assert not torch.isfinite(open_checkpoint(folder).tensor("embed.tokens.weight")).all()
 
 
@@ -335,11 +366,21 @@ def test_the_guard_is_what_keeps_such_a_weight_out(folder, monkeypatch):
 
 
 def test_a_pattern_that_gives_up_fails_its_text_alone(tmp_path, home):
-    """`(a+)+$` takes for ever; the library's engine gives up with a panic, which is no `Exception`."""
+    """`(a+)+$` takes for ever; the library's engine gives up with a panic, which is no
+    `Exception`.
+    """
     save_tokenizer(tmp_path / "m")
     content = json.loads((tmp_path / "m" / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": "^(a+)+$"}, "behavior": "Isolated", "invert": False}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "^(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, content["pre_tokenizer"]],
+    }
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = Tokenizer.from_path(tmp_path / "m")
     assert tokenizer is not None and tokenizer.encode("the fox")

@@ -1,4 +1,6 @@
-"""Requests that no test of quality would send: random bytes, no Unicode, endless prompts, counts and stop lists."""
+"""Requests that no test of quality would send: random bytes, no Unicode, endless prompts, counts
+and stop lists.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_any_text_is_a_prompt(engine, text):
-    (result,) = run_beside_a_good_one(engine, GenerationRequest(prompt=text, max_tokens=2, echo_logprobs=True))
+    (result,) = run_beside_a_good_one(
+        engine, GenerationRequest(prompt=text, max_tokens=2, echo_logprobs=True)
+    )
     assert isinstance(result.error, (RequestError, type(None)))
     if result.error is not None:
         assert "window" in str(result.error)
@@ -73,7 +77,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "less than no token": ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
     "stop is an array": ({"prompt": "a", "stop": np.array(["b", "c"])}, ""),
     "stop is an iterator": ({"prompt": "a", "stop": iter("bc")}, ""),
-    "messages without a template": ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
+    "messages without a template": (
+        {"messages": [{"role": "user", "content": "a"}]},
+        "no chat template",
+    ),
     "temperature is no number": ({"prompt": "a", "temperature": float("nan")}, "temperature"),
     "empty stop string": ({"prompt": "a", "stop": [""]}, "non-empty"),
     "stop is a number": ({"prompt": "a", "stop": [3]}, "non-empty"),
@@ -91,7 +98,9 @@ def test_what_cannot_be_served_fails_alone(engine, given_, message):
 
 def test_ten_thousand_stop_strings(engine):
     """Each may begin anywhere in the newest text; the last one of them is met."""
-    asked = GenerationRequest(prompt="the fox", max_tokens=30, ignore_eos=True, temperature=9.0, seed=1)
+    asked = GenerationRequest(
+        prompt="the fox", max_tokens=30, ignore_eos=True, temperature=9.0, seed=1
+    )
     (plain,) = run_beside_a_good_one(engine, asked)
     met = next(character for character in plain.completions[0].text[3:] if character.isalnum())
     stops = [f"never {i} " * 5 for i in range(10_000)] + [met]
@@ -100,14 +109,25 @@ def test_ten_thousand_stop_strings(engine):
 
 
 anything = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.lists(st.integers(), max_size=3),
-    st.lists(st.text(max_size=3), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9),
+    st.lists(st.integers(), max_size=3), st.lists(st.text(max_size=3), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )  # fmt: skip
 fields = st.fixed_dictionaries(
     {"prompt_token_ids": st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5)},
     optional={
         name: anything
-        for name in ("prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "n", "echo_logprobs", "ignore_eos")
+        for name in (
+            "prompt",
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "seed",
+            "stop",
+            "n",
+            "echo_logprobs",
+            "ignore_eos",
+        )
     },
 )
 

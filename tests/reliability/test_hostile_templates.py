@@ -1,4 +1,6 @@
-"""Chat templates of a stranger: programs that reach for attributes, ask for files, or compute huge numbers."""
+"""Chat templates of a stranger: programs that reach for attributes, ask for files, or compute huge
+numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""SIGKILL anywhere in a suite, and the same command again: nothing is lost but the last few answers.
+"""SIGKILL anywhere in a suite, and the same command again: nothing is lost but the last few
+answers.
 
-The runs are real: HELM, the engine, a conversion, the response cache. Steps are counted, so every phase is hit.
+The runs are real: HELM, the engine, a conversion, the response cache. Steps are counted, so every
+    phase is hit.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from tests.helpers.killed_suites import MAX_PENDING, Outcome, Suites, pickled_mo
 from tests.helpers.shares import share
 from tests.helpers.small_disks import read_only, small_disk
 
-PHASES = ("load", "convert", "compute", "draw", "cache", "write", "rename")  # the last two: of results too
+# the last two: of results too
+PHASES = ("load", "convert", "compute", "draw", "cache", "write", "rename")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,9 @@ def whole(suites):
 
 
 def same(suites: Suites, name: str, other: str = "whole") -> bool:
-    return json.dumps(suites.results(name), sort_keys=True) == json.dumps(suites.results(other), sort_keys=True)
+    return json.dumps(suites.results(name), sort_keys=True) == json.dumps(
+        suites.results(other), sort_keys=True
+    )
 
 
 def kill_and_go_on(suites: Suites, whole: Outcome, folder: str, points: list[int]) -> None:
@@ -139,7 +144,9 @@ def sampled(suites):
 def test_a_sample_is_the_same_wherever_it_was_killed(suites, whole, sampled, number):
     """At five random points. Then the rest is computed, and only that."""
     folder, options = f"sampled{number}", ["--hours", "1"]
-    point = points_of(sampled, ("load", "compute", "cache", "write", "rename")[number], random.Random(number))
+    point = points_of(
+        sampled, ("load", "compute", "cache", "write", "rename")[number], random.Random(number)
+    )
     killed = suites.run(folder, at=point, options=options, blocks=2)
     assert killed.code == -signal.SIGKILL, killed.output
     last = suites.run(folder, options=options, blocks=2)
@@ -152,12 +159,16 @@ def test_a_sample_is_the_same_wherever_it_was_killed(suites, whole, sampled, num
 
 
 def test_looks_are_the_same_wherever_they_were_killed(suites):
-    """Of two precisions; the suite is scored after each look, and killed while it computes, and while it writes."""
+    """Of two precisions; the suite is scored after each look, and killed while it computes, and
+    while it writes.
+    """
     options = ["--until-decided", "--precision", "fp16,4bit", "--margin", "45"]
     looked = suites.run("looked", options=options)
     assert looked.code == 0, looked.output
     for number, phase in enumerate(("compute", "rename")):
-        killed = suites.run("killed-look", at=points_of(looked, phase, random.Random(number)), options=options)
+        killed = suites.run(
+            "killed-look", at=points_of(looked, phase, random.Random(number)), options=options
+        )
         assert killed.code in (-signal.SIGKILL, 0), killed.output
         assert number or killed.code
     last = suites.run("killed-look", options=options)
@@ -178,7 +189,9 @@ def small_disk_(suites):
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("room", [60_000, 250_000, 450_000])
 def test_a_full_disk_ends_a_suite_in_sentences(suites, whole, small_disk, room):
-    """What fills up first differs: the conversion, the response cache, HELM's files. Then there is room again."""
+    """What fills up first differs: the conversion, the response cache, HELM's files. Then there is
+    room again.
+    """
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(1_500_000 - room))
     first = suites.run("small")
@@ -193,7 +206,9 @@ def test_a_full_disk_ends_a_suite_in_sentences(suites, whole, small_disk, room):
 
 
 def test_a_home_that_cannot_be_written_costs_no_scores(suites, whole):
-    """The model needs no conversion here, so nothing must be written: answers are computed and not stored."""
+    """The model needs no conversion here, so nothing must be written: answers are computed and not
+    stored.
+    """
     path = suites.folder / "readonly"
     assert suites.run("readonly").code == 0
     for name in ("benchmark_output", "prod_env"):
@@ -208,7 +223,11 @@ def test_too_little_address_space_loses_nothing(suites, whole):
     """It is refused, because libraries may abort, and threads die, where an allocation fails."""
     outcome = suites.run("space", limits=[("RLIMIT_AS", 6 << 30)])
     (line,) = [line for line in outcome.output.splitlines() if line.startswith("flexgen-helm: ")]
-    assert outcome.code == 2 and "ulimit -v is 6 GiB" in line and line.endswith("run: ulimit -v unlimited")
+    assert (
+        outcome.code == 2
+        and "ulimit -v is 6 GiB" in line
+        and line.endswith("run: ulimit -v unlimited")
+    )
     last = suites.run("space")
     assert last.code == 0, last.output
     assert same(suites, "space")

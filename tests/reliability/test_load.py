@@ -1,4 +1,6 @@
-"""Many requests, many threads, many processes: memory per request, time, the cache file, and what is shared."""
+"""Many requests, many threads, many processes: memory per request, time, the cache file, and what
+is shared.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def test_many_thousand_requests(tiny, tmp_path):
     assert many["record"]["workload"]["num_requests"] == MOST
     assert many["rows"] == many["record"]["workload"]["num_unique"]
     assert not many["leftovers"] and many["cache_bytes"] < 3000 * many["rows"]
-    # HELM keeps every request and its statistics until a run ends; four times the work must not take sixteen times.
+    # HELM keeps every request and its statistics until a run ends; four times the work must not
+    # take sixteen times.
     assert (many["peak"] - few["peak"]) / (MOST - MOST // 4) < 96 << 10
     assert many["seconds"] < 8 * few["seconds"]
 

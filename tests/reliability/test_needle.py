@@ -1,7 +1,9 @@
-"""A needle: one request alone, and inside blocks of random company under everything that a plan may decide.
+"""A needle: one request alone, and inside blocks of random company under everything that a plan may
+decide.
 
-Schedule, block, placement, device, precision, shared prefixes, delays and failures of transfers: the same tokens, and
-of one plan the same bits. `tests/engine`, `tests/offload` and `tests/kv_cache` vary each of these alone.
+Schedule, block, placement, device, precision, shared prefixes, delays and failures of transfers:
+the same tokens, and of one plan the same bits. `tests/engine`, `tests/offload` and `tests/kv_cache`
+vary each of these alone.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from tests.helpers.offload import offloaded, policies
 from tests.helpers.parity import assert_same, prompts, seeing_longer_neighbours
 from tests.helpers.shares import share_of
 
-# A packed cache rounds: where another order of sums moves a value over the border of two codes, log-probabilities move
-# by more than sums do. So these have the same bits with the same plan, and `tests/kv_cache` compares what they see.
+# A packed cache rounds: where another order of sums moves a value over the border of two codes,
+# log-probabilities move by more than sums do. So these have the same bits with the same plan, and
+# `tests/kv_cache` compares what they see.
 EXACT, ROUNDED = ["fp16", "4bit-weights"], ["4bit", "paper-4bit"]
 NEEDLE_IDS = prompts(1, 30, seed=5)[0]
-NEEDLE = GenerationRequest(prompt_token_ids=NEEDLE_IDS, max_tokens=10, echo_logprobs=True, ignore_eos=True)
+NEEDLE = GenerationRequest(
+    prompt_token_ids=NEEDLE_IDS, max_tokens=10, echo_logprobs=True, ignore_eos=True
+)
 
 company = st.lists(
     st.fixed_dictionaries(
         {
-            "shared": st.integers(0, len(NEEDLE_IDS)),  # beginning that it has in common with the needle
+            # beginning that it has in common with the needle
+            "shared": st.integers(0, len(NEEDLE_IDS)),
             "more": st.integers(1, 30),
             "max_tokens": st.sampled_from([0, 1, 3, 12]),
             "n": st.sampled_from([1, 1, 3]),
@@ -56,7 +62,9 @@ plans = st.fixed_dictionaries(
 )
 
 
-def haystack(neighbours: list[dict[str, Any]], position: int) -> tuple[list[GenerationRequest], int]:
+def haystack(
+    neighbours: list[dict[str, Any]], position: int
+) -> tuple[list[GenerationRequest], int]:
     """The needle among its neighbours, and where it is."""
     requests = []
     for seed, neighbour in enumerate(neighbours):
@@ -82,7 +90,9 @@ def alone(tiny, tmp_path_factory):
     answers = {}
     for precision in EXACT:
         folder = tmp_path_factory.mktemp("alone")
-        with Engine.from_pretrained(tiny("llama").path, precision=precision, offload_dir=folder) as engine:
+        with Engine.from_pretrained(
+            tiny("llama").path, precision=precision, offload_dir=folder
+        ) as engine:
             (answers[precision],) = engine.run([NEEDLE])
     return answers
 
@@ -101,12 +111,19 @@ def delayed(seed: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
-        patch.setattr(transfer_manager.SimulatedCopyEngine, "_copy", slow(transfer_manager.SimulatedCopyEngine._copy))
+        patch.setattr(
+            transfer_manager.SimulatedCopyEngine,
+            "_copy",
+            slow(transfer_manager.SimulatedCopyEngine._copy),
+        )
         yield
 
 
 def find(
-    folder: Path, alone: dict[str, GenerationResult], asked: tuple[list[GenerationRequest], int], **plan: Any
+    folder: Path,
+    alone: dict[str, GenerationResult],
+    asked: tuple[list[GenerationRequest], int],
+    **plan: Any,
 ) -> None:
     """Ask for the needle in its company; plan: of an engine."""
     requests, where = asked
@@ -116,7 +133,10 @@ def find(
             assert_same([first[where]], [alone[precision]])
         with delayed(len(requests)):
             second = engine.run(requests)
-        bits = [[(result.completions, result.prompt_logprobs) for result in results] for results in (first, second)]
+        bits = [
+            [(result.completions, result.prompt_logprobs) for result in results]
+            for results in (first, second)
+        ]
         assert bits[0] == bits[1]
 
 
@@ -129,7 +149,9 @@ def test_the_needle_keeps_its_answer(tiny, tmp_path, alone, precision, asked, pl
 
 
 def test_the_needle_would_notice_a_neighbour(tiny, tmp_path, alone):
-    """The inverse: if every sequence sees the columns of longer neighbours, its answer changes in this harness too."""
+    """The inverse: if every sequence sees the columns of longer neighbours, its answer changes in
+    this harness too.
+    """
     neighbours = [
         {"shared": 0, "more": 40, "max_tokens": 12, "n": 1, "temperature": 0.0, "echo_logprobs": False}
     ] * 5  # fmt: skip
@@ -137,4 +159,12 @@ def test_the_needle_would_notice_a_neighbour(tiny, tmp_path, alone):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_metadata, "attend_segments", seeing_longer_neighbours)
         with pytest.raises(AssertionError):
-            find(tmp_path, alone, haystack(neighbours, 0), tiny=tiny, variant="llama", precision="fp16", **plan)
+            find(
+                tmp_path,
+                alone,
+                haystack(neighbours, 0),
+                tiny=tiny,
+                variant="llama",
+                precision="fp16",
+                **plan,
+            )

@@ -1,4 +1,5 @@
-"""Commands that are stopped while all their answers are under way: what was drawn is not drawn again.
+"""Commands that are stopped while all their answers are under way: what was drawn is not drawn
+again.
 
 The runs are real; passes are slowed down, so that most of a run's time is theirs.
 """
@@ -32,17 +33,18 @@ COMMANDS = {
     "batch": BATCH,
     # Answers of at most 50 tokens.
     "run": [
-        "run", "-r", "synthetic_reasoning:mode=pattern_match,model=flexgen/tiny", "-m", "4", "--suite", "s",
-        "--batch-invariant",
+        "run", "-r", "synthetic_reasoning:mode=pattern_match,model=flexgen/tiny", "-m", "4",
+        "--suite", "s", "--batch-invariant",
     ],
     "lm-eval": [
-        "lm-eval", "--model_args", "pretrained=tiny,batch_invariant=True", "--include_path", "tasks", "--tasks", "sums",
-        "--gen_kwargs", f"max_gen_toks={TOKENS}", "--log_samples", "--output_path", "results",
+        "lm-eval", "--model_args", "pretrained=tiny,batch_invariant=True", "--include_path",
+        "tasks", "--tasks", "sums", "--gen_kwargs", f"max_gen_toks={TOKENS}", "--log_samples",
+        "--output_path", "results",
     ],
 }  # fmt: skip
 DIVERGENCE = [
-    "divergence", "tiny", "--text", "text", "--window", "40", "--by-layer", "--json", "--batch-invariant",
-    "--policy", "2x1,0,100,0,100,0,100", "--offload-dir", "offload",
+    "divergence", "tiny", "--text", "text", "--window", "40", "--by-layer", "--json",
+    "--batch-invariant", "--policy", "2x1,0,100,0,100,0,100", "--offload-dir", "offload",
 ]  # fmt: skip
 
 
@@ -62,12 +64,17 @@ def requests(seed: int) -> str:
          "temperature": number % 2, "n": 1 + 2 * (number % 4 == 1), "logprobs": number % 3, "echo": number == 5}
         for number in range(8)
     ]  # fmt: skip
-    lines = ({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate(bodies))
+    lines = (
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b}
+        for i, b in enumerate(bodies)
+    )
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 class Stops:
-    """A command that is stopped and started again in one folder, beside a run of it without a stop."""
+    """A command that is stopped and started again in one folder, beside a run of it without a
+    stop.
+    """
 
     def __init__(self, suites: Suites, name: str, command: str = "batch") -> None:
         self.suites, self.name, self.folder = suites, name, suites.folder / name
@@ -79,7 +86,13 @@ class Stops:
         self.outcomes: list[Outcome] = []
 
     def start(self, **order) -> Outcome:
-        options = {"command": self.command, "converts": False, "pass_s": PASS_S, "keep_every_s": KEEP_S, **order}
+        options = {
+            "command": self.command,
+            "converts": False,
+            "pass_s": PASS_S,
+            "keep_every_s": KEEP_S,
+            **order,
+        }
         self.outcomes.append(self.suites.run(self.name, **options))
         return self.outcomes[-1]
 
@@ -93,12 +106,18 @@ class Stops:
         return [json.dumps({**line["response"]["body"], "id": "", "created": 0}) for line in lines]
 
     def drawn_again(self) -> list[tuple[float, str]]:
-        """The tokens that were drawn more than once, with the seconds from then to their run's stop."""
+        """The tokens that were drawn more than once, with the seconds from then to their run's
+        stop.
+        """
         later = Counter(token for outcome in self.outcomes for token in tokens(outcome))
         found = []
         for outcome in self.outcomes:
             later.subtract(tokens(outcome).keys())
-            found += [(outcome.signalled - at, token) for token, at in tokens(outcome).items() if later[token]]
+            found += [
+                (outcome.signalled - at, token)
+                for token, at in tokens(outcome).items()
+                if later[token]
+            ]
         return found
 
 
@@ -122,13 +141,21 @@ def whole(suites):
     return run
 
 
-def stop_and_go_on(suites: Suites, whole: Stops, name: str, numbers: list[int], draw: random.Random) -> None:
-    """Stop the command by signals at random moments, each a part of the run further; then let it end."""
+def stop_and_go_on(
+    suites: Suites, whole: Stops, name: str, numbers: list[int], draw: random.Random
+) -> None:
+    """Stop the command by signals at random moments, each a part of the run further; then let it
+    end.
+    """
     command = whole.command[0]
     stops, expected = Stops(suites, f"{command}-{name}", command), tokens(whole.outcomes[0])
     for number in numbers:
-        outcome = stops.start(name="draw", at=draw.randrange(len(expected) // (1 + len(numbers))), number=number)
-        assert outcome.code == (130 if number != signal.SIGKILL else -signal.SIGKILL), outcome.output
+        outcome = stops.start(
+            name="draw", at=draw.randrange(len(expected) // (1 + len(numbers))), number=number
+        )
+        assert outcome.code == (130 if number != signal.SIGKILL else -signal.SIGKILL), (
+            outcome.output
+        )
         if number != signal.SIGKILL:
             assert f"Go on with:\n  flexgen-helm {command} " in outcome.output
     assert stops.start().code == 0, stops.outcomes[-1].output
@@ -172,15 +199,20 @@ def test_stopped_at_random_moments(suites, whole, command, number):
 def test_a_stopped_divergence_computes_no_finished_pass_again(suites, number):
     def start(folder: str, **order) -> Outcome:
         (suites.folder / folder).mkdir(exist_ok=True)
-        (suites.folder / folder / "text").write_text((ROOT / "SECURITY.md").read_text(encoding="utf-8")[:700])
+        (suites.folder / folder / "text").write_text(
+            (ROOT / "SECURITY.md").read_text(encoding="utf-8")[:700]
+        )
         return suites.run(folder, command=DIVERGENCE, converts=False, keep_every_s=0.0, **order)
 
     def printed(outcome: Outcome) -> dict:
         assert outcome.code == 0, outcome.output
-        return json.loads(outcome.output[outcome.output.index("{\n") : outcome.output.rindex("}") + 1])
+        return json.loads(
+            outcome.output[outcome.output.index("{\n") : outcome.output.rindex("}") + 1]
+        )
 
     folder, whole = f"divergence-{number}", start("divergence")
-    # The first half is the baseline's: its small model that is compared with transformers, then the windows.
+    # The first half is the baseline's: its small model that is compared with transformers, then the
+    # windows.
     steps = whole.steps.count("compute")
     stopped = start(folder, name="compute", at=steps // 2 - 7, number=number)
     assert stopped.code == (130 if number != signal.SIGKILL else -signal.SIGKILL), stopped.output
@@ -208,10 +240,15 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_second_signal_changes_nothing(suites):
-    """Not even while the engine is in the middle of something: ended by Python, its thread would abort the process."""
+    """Not even while the engine is in the middle of something: ended by Python, its thread would
+    abort the process.
+    """
     folder = Stops(suites, "twice").folder
     (folder / "models.yaml").write_text(json.dumps({"tiny": str(suites.model)}))
-    variables = {"FLEXGEN_HELM_HOME": str(folder / "home"), "FLEXGEN_HELM_MODELS": str(folder / "models.yaml")}
+    variables = {
+        "FLEXGEN_HELM_HOME": str(folder / "home"),
+        "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
+    }
     process = subprocess.Popen(
         [sys.executable, "-c", DEAF, *BATCH, "--unverified"], cwd=folder, env={**os.environ, **variables}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

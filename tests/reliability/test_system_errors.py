@@ -1,4 +1,6 @@
-"""Every call of a command that opens, writes, flushes or renames a file fails once: one true sentence with the file."""
+"""Every call of a command that opens, writes, flushes or renames a file fails once: one true
+sentence with the file.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,17 @@ from tests.helpers.shares import IS_WHOLE
 from tests.helpers.suites import accuracies, write_run, write_totals
 
 ERRORS = (ENOSPC, EDQUOT, EFBIG, EMFILE, EIO)
-HELPS = {EMFILE: "ulimit -n", EFBIG: "ulimit -f", EIO: "dmesg", ENOSPC: "free some room", EDQUOT: "quota"}
+HELPS = {
+    EMFILE: "ulimit -n",
+    EFBIG: "ulimit -f",
+    EIO: "dmesg",
+    ENOSPC: "free some room",
+    EDQUOT: "quota",
+}
 # What does not help against them.
-MISLEADING = re.compile(r"unexpected|Traceback|\[Errno|fetch|make it again|install|unverified|damaged|corrupt")
+MISLEADING = re.compile(
+    r"unexpected|Traceback|\[Errno|fetch|make it again|install|unverified|damaged|corrupt"
+)
 
 
 class _FailingFile:
@@ -49,7 +59,9 @@ class _FailingFile:
 
 
 class Calls:
-    """The calls on files below a folder; the one that is `failing` raises `number`, if the two are given."""
+    """The calls on files below a folder; the one that is `failing` raises `number`, if the two are
+    given.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = folder, dict[tuple[str, str], None]()
@@ -74,7 +86,11 @@ class Calls:
                 raise error
             found = real(path, *rest, **more)
             mode = str([*rest, more.get("mode", "r")][0])
-            if name == "open" and not set(mode).isdisjoint("wax+") and (error := self._error("write", path)):
+            if (
+                name == "open"
+                and not set(mode).isdisjoint("wax+")
+                and (error := self._error("write", path))
+            ):
                 return _FailingFile(found, error)
             return found
 
@@ -100,7 +116,12 @@ def suite(folder: Path) -> list[str]:
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "report": lambda folder: ["report", *suite(folder)],
     "compare": lambda folder: ["compare", *suite(folder), "--flips", str(folder / "flips.jsonl")],
-    "convert": lambda folder: ["convert", str(write_pickled(folder / "m")), "--out", str(folder / "converted")],
+    "convert": lambda folder: [
+        "convert",
+        str(write_pickled(folder / "m")),
+        "--out",
+        str(folder / "converted"),
+    ],
 }
 
 

@@ -15,12 +15,16 @@ NAMED = NAME.findall(PAGE) + NAME.findall((ROOT / "SECURITY.md").read_text(encod
 def is_slow(file: str, name: str) -> bool:
     """Raises `StopIteration` if there is no such test."""
     tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-    test = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    test = next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+    )
     return any(ast.unparse(decorator) == "pytest.mark.slow" for decorator in test.decorator_list)
 
 
 def test_the_eighteen_failures_have_a_row_each_with_an_inverse():
-    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| \d+ \|", line)]
+    rows = [
+        line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| \d+ \|", line)
+    ]
     assert [row[0] for row in rows] == [str(number) for number in range(1, 19)]
     for number, _, _, inverses in rows:
         assert NAME.search(inverses), number

@@ -15,7 +15,9 @@ COUNT = 500
 SECONDS = {"fp16": 8.0, "fp16-s": 6.0, "4bit": 3.0, "4bit-s": 2.0, "paper-4bit": 4.0}
 
 
-def write_suite(folder, wrong, count=COUNT, seconds=SECONDS, entries=("mc:mode=a", "boolq"), **more):
+def write_suite(
+    folder, wrong, count=COUNT, seconds=SECONDS, entries=("mc:mode=a", "boolq"), **more
+):
     """wrong: precision -> wrong answers of each entry."""
     for precision in {"fp16": 0, **wrong}:
         for name in entries:
@@ -24,7 +26,14 @@ def write_suite(folder, wrong, count=COUNT, seconds=SECONDS, entries=("mc:mode=a
             texts = {f"id{i}": f"{name} {i}" for i in range(count)}
             scores = {"exact_match": right.mean()}
             write_run(
-                folder, name, precision, scores, accuracies(right), latency=seconds[precision], texts=texts, **more
+                folder,
+                name,
+                precision,
+                scores,
+                accuracies(right),
+                latency=seconds[precision],
+                texts=texts,
+                **more,
             )
     return folder
 
@@ -41,7 +50,9 @@ def test_the_cheapest_equivalent_one_is_marked(tmp_path, capsys):
     assert cli.main(["compare", "-o", str(tmp_path), "--suite", "mine"]) == 0
     printed = capsys.readouterr().out
     assert "Next: take 4bit, the cheapest equivalent one by memory" in printed
-    (row,) = [line for line in printed.splitlines() if line.startswith("paper-4bit") and "by time" in line]
+    (row,) = [
+        line for line in printed.splitlines() if line.startswith("paper-4bit") and "by time" in line
+    ]
     assert "equivalent within 1 %" in row
 
 
@@ -50,7 +61,10 @@ def test_memory_is_that_of_packed_weights(tmp_path):
     (model,) = compare_suite(tmp_path)
     found = costs(model)
     weights = PRECISIONS["4bit"].weights
-    assert found["4bit"].weight_bytes == weights.packed_bytes(weights.group_size, 512) / weights.group_size / 512
+    assert (
+        found["4bit"].weight_bytes
+        == weights.packed_bytes(weights.group_size, 512) / weights.group_size / 512
+    )
     assert (found["fp16"].weight_bytes, found["fp16"].cache_bytes) == (2, 2)
     assert found["4bit"].seconds_per_token == SECONDS["4bit"] / 1000
 

@@ -1,4 +1,6 @@
-"""`compare`: paired statistics against direct formulas, on folders as HELM writes them, and the command on them."""
+"""`compare`: paired statistics against direct formulas, on folders as HELM writes them, and the
+command on them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,20 @@ from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.tables import comparison_tables, comparison_to_json, interval_scales, summary_table
+from flexgen_helm.report.tables import (
+    comparison_tables,
+    comparison_to_json,
+    interval_scales,
+    summary_table,
+)
 from tests.helpers.suites import accuracies, write_run
 
 
 def write_accuracies(suite, precision, right, **more):
     right = np.asarray(right)
-    return write_run(suite, "mc:mode=a", precision, {"exact_match": right.mean()}, accuracies(right), **more)
+    return write_run(
+        suite, "mc:mode=a", precision, {"exact_match": right.mean()}, accuracies(right), **more
+    )
 
 
 def test_accuracies_are_compared_by_instance(tmp_path):
@@ -38,7 +47,10 @@ def test_accuracies_are_compared_by_instance(tmp_path):
         "4bit",
         800,
     )
-    assert comparison.change == pytest.approx(changed.mean() - base.mean()) and comparison.kind == "difference"
+    assert (
+        comparison.change == pytest.approx(changed.mean() - base.mean())
+        and comparison.kind == "difference"
+    )
     assert (comparison.flips.lost, comparison.flips.won) == (lost, won)
     smaller = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1)) / 2 ** (lost + won)
     assert comparison.p_value == pytest.approx(min(1.0, 2 * smaller), rel=0.025)
@@ -53,13 +65,21 @@ def test_accuracies_are_compared_by_instance(tmp_path):
 
 def pages(logprobs, words, tokens):
     return {
-        f"id{i}": {"logprob": x, "num_words": float(w), "num_perplexity_tokens": float(t), "num_bytes": 5.0 * w}
+        f"id{i}": {
+            "logprob": x,
+            "num_words": float(w),
+            "num_perplexity_tokens": float(t),
+            "num_bytes": 5.0 * w,
+        }
         for i, (x, w, t) in enumerate(zip(logprobs, words, tokens))
     }
 
 
 def perplexities(instances):
-    totals = {name: sum(values[name] for values in instances.values()) for name in next(iter(instances.values()))}
+    totals = {
+        name: sum(values[name] for values in instances.values())
+        for name in next(iter(instances.values()))
+    }
     loss = -totals["logprob"]
     return {
         "word_perplexity": math.exp(loss / totals["num_words"]),
@@ -84,9 +104,17 @@ def test_perplexities_are_compared_as_ratios_of_the_whole(tmp_path):
     expected = {precision: perplexities(instances) for precision, instances in sides.items()}
     word = changes["word_perplexity"]
     assert word.kind == "ratio" and word.run == "wikitext"
-    assert word.change == pytest.approx(expected["4bit"]["word_perplexity"] / expected["fp16"]["word_perplexity"])
+    assert word.change == pytest.approx(
+        expected["4bit"]["word_perplexity"] / expected["fp16"]["word_perplexity"]
+    )
     # 3.7 in 62 documents may not have been seen, and have changed by a factor of e.
-    assert 1 - 3.7 / 62 < word.interval[0] < word.change < word.interval[1] < word.change * math.exp(3.7 / 62)
+    assert (
+        1 - 3.7 / 62
+        < word.interval[0]
+        < word.change
+        < word.interval[1]
+        < word.change * math.exp(3.7 / 62)
+    )
     assert changes["bits_per_byte"].change == pytest.approx(
         expected["4bit"]["bits_per_byte"] - expected["fp16"]["bits_per_byte"]
     )
@@ -102,7 +130,9 @@ def test_only_shared_instances_are_compared_and_the_others_noted(tmp_path):
 
 
 def test_changes_are_in_the_unit_of_their_metric(tmp_path):
-    """Percentage points of shares, ratios of perplexities, differences of others; each unit has its scale."""
+    """Percentage points of shares, ratios of perplexities, differences of others; each unit has its
+    scale.
+    """
     for precision, right, loss in (("fp16", [1, 1, 0, 1], 10.0), ("4bit", [1, 0, 0, 1], 12.0)):
         write_accuracies(tmp_path, precision, right)
         instances = pages([-loss, -9.0, -8.0], [4, 5, 6], [5, 6, 7])
@@ -110,12 +140,18 @@ def test_changes_are_in_the_unit_of_their_metric(tmp_path):
     (model,) = compare_suite(tmp_path)
     (table,) = comparison_tables(model, model.comparisons, interval_scales(model.comparisons))
     changes = dict(zip(table.cells["metric"], table.cells["change"]))
-    assert changes["exact_match"] == "-25.00 pp" and changes["word_perplexity"] == f"×{math.exp(2 / 15):.4f}"
+    assert (
+        changes["exact_match"] == "-25.00 pp"
+        and changes["word_perplexity"] == f"×{math.exp(2 / 15):.4f}"
+    )
     assert changes["bits_per_byte"] == f"{2 / 75 / math.log(2):+.4f}"
     accuracy, word, token, bits = table.marks["95 % interval"]
     low, high = model.comparisons[0].interval
-    assert accuracy.axis == ("-100", "0", "+100 pp") and low < -0.25 < 0 < high  # no change is in the middle
-    assert (accuracy.low, accuracy.point, accuracy.high) == pytest.approx((50 + 50 * low, 37.5, 50 + 50 * high))
+    # no change is in the middle
+    assert accuracy.axis == ("-100", "0", "+100 pp") and low < -0.25 < 0 < high
+    assert (accuracy.low, accuracy.point, accuracy.high) == pytest.approx(
+        (50 + 50 * low, 37.5, 50 + 50 * high)
+    )
     assert word.axis == token.axis == ("×0.333", "×1", "×3") and token.high <= word.high <= 100
     assert bits.axis == ("-2", "0", "+2") and 50 < bits.high <= 100
     assert all(mark.low <= mark.point <= mark.high for mark in (accuracy, word, token, bits))
@@ -185,10 +221,15 @@ def test_speeds_of_different_work_are_noted(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
     (model,) = compare_suite(tmp_path)
-    assert not model.notes and "whatever instances" in " ".join(comparison_page([model], "s").to_text().split())
+    assert not model.notes and "whatever instances" in " ".join(
+        comparison_page([model], "s").to_text().split()
+    )
     write_accuracies(tmp_path, "paper-4bit", [1, 1])
     (model,) = compare_suite(tmp_path)
-    work = "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances of 1 run"
+    work = (
+        "fp16 has 3 instances of 1 run, 4bit has 3 instances of 1 run, paper-4bit has 2 instances "
+        "of 1 run"
+    )
     assert any("not of the same work" in note and work in note for note in model.notes)
     assert [speed["instances"] for speed in model.speeds] == [3, 3, 2]
     assert list(summary_table(model).cells["tokens/s"]) == ["500"] * 3
@@ -209,7 +250,8 @@ def test_nothing_to_compare_is_one_message(tmp_path):
 
 def test_the_suggested_command_is_not_refused(tmp_path):
     with pytest.raises(
-        UsageError, match="'foo' is no precision or model of the suite; take one of fp16, fp16-s, 8bit"
+        UsageError,
+        match=("'foo' is no precision or model of the suite; take one of fp16, fp16-s, 8bit"),
     ) as refused:
         compare_suite(tmp_path, "foo")
     assert "--precision foo" not in str(refused.value)
@@ -219,11 +261,15 @@ def test_the_suggested_command_is_not_refused(tmp_path):
 
 
 def test_models_are_compared_as_precisions_are(tmp_path, capsys):
-    """Two files of one model under two names: the same numbers, with their names in place of precisions."""
+    """Two files of one model under two names: the same numbers, with their names in place of
+    precisions.
+    """
     base, changed = [1, 0, 1, 1, 0, 1], [1, 0, 0, 1, 1, 1]
     for output, name in (("as-models", "b"), ("as-precisions", "a")):
         write_accuracies(tmp_path / output / "runs" / "s", "fp16", base, model="a", origin="a.gguf")
-        write_accuracies(tmp_path / output / "runs" / "s", "fp16" if name == "b" else "4bit", changed, model=name)
+        write_accuracies(
+            tmp_path / output / "runs" / "s", "fp16" if name == "b" else "4bit", changed, model=name
+        )
     command = ["compare", "--suite", "s", "--json", "-o"]
     assert cli.main([*command, str(tmp_path / "as-models")]) == 2
     assert "compare models with --baseline a, or run the same" in capsys.readouterr().err
@@ -237,14 +283,19 @@ def test_models_are_compared_as_precisions_are(tmp_path, capsys):
     assert by_model["models"]["a"].pop("costs") == {} != renamed["a"].pop("costs")
     assert by_model["models"] == renamed
     found = [json.loads(line) for line in (tmp_path / "flips.jsonl").read_text().splitlines()]
-    assert {(flip["precision"], flip["direction"]) for flip in found} == {("b", "lost"), ("b", "won")}
+    assert {(flip["precision"], flip["direction"]) for flip in found} == {
+        ("b", "lost"),
+        ("b", "won"),
+    }
 
 
 @pytest.mark.parametrize(
     "command, file, arguments",
     [("compare", "flexgen_compare.html", ()), ("report", "flexgen_report.json", ("--json",))],
 )
-def test_a_page_that_cannot_be_written_does_not_hide_the_results(tmp_path, capsys, command, file, arguments):
+def test_a_page_that_cannot_be_written_does_not_hide_the_results(
+    tmp_path, capsys, command, file, arguments
+):
     """Even root cannot write a file over a folder."""
     suite = tmp_path / "runs" / "mine"
     write_accuracies(suite, "fp16", [1, 0, 1])
@@ -269,5 +320,7 @@ def test_the_page_is_self_contained(tmp_path):
     write_accuracies(tmp_path, "fp16", [1, 0, 1])
     write_accuracies(tmp_path, "4bit", [1, 1, 0])
     html = comparison_page(compare_suite(tmp_path), "<suite>").to_html()
-    assert "&lt;suite&gt;: fp16" in html and not re.search(r"<(script|link|img)\b|url\(|@import|https?:", html)
+    assert "&lt;suite&gt;: fp16" in html and not re.search(
+        r"<(script|link|img)\b|url\(|@import|https?:", html
+    )
     assert "0.6667" in html and "1.0000" in html and len(html) < 30_000

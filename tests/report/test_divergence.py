@@ -12,9 +12,16 @@ from flexgen_helm.report.divergence import ScoredTokens, divergence_between
 
 
 def draw_tokens(draw, documents, tokens, mean):
-    """Documents of random lengths with KL divergences of their own mean, and losses that change by as much."""
-    document_of = np.repeat(np.arange(documents), draw.integers(tokens // 2, tokens * 3 // 2, documents))
-    exact = draw.gamma(2.0, mean / 2, len(document_of)) * draw.gamma(20.0, 1 / 20, documents)[document_of]
+    """Documents of random lengths with KL divergences of their own mean, and losses that change by
+    as much.
+    """
+    document_of = np.repeat(
+        np.arange(documents), draw.integers(tokens // 2, tokens * 3 // 2, documents)
+    )
+    exact = (
+        draw.gamma(2.0, mean / 2, len(document_of))
+        * draw.gamma(20.0, 1 / 20, documents)[document_of]
+    )
     base = -draw.exponential(3.0, len(document_of))
     same = (draw.random(len(document_of)) < 0.9).astype(float)
     return ScoredTokens(document_of, base, base - exact, exact, same)
@@ -23,9 +30,17 @@ def draw_tokens(draw, documents, tokens, mean):
 def test_figures_are_direct_sums():
     scored = draw_tokens(np.random.default_rng(1), 30, 40, 0.1)
     found, exact = divergence_between("fp16", "4bit", scored), scored.kl
-    assert (found.tokens, found.documents, found.same_top) == (len(exact), 30, scored.same_top.sum() / len(exact))
+    assert (found.tokens, found.documents, found.same_top) == (
+        len(exact),
+        30,
+        scored.same_top.sum() / len(exact),
+    )
     assert found.perplexity == pytest.approx(math.exp(-scored.logprobs.mean()))
-    assert found.ratio == pytest.approx(found.perplexity / found.baseline_perplexity) == math.exp(exact.mean())
+    assert (
+        found.ratio
+        == pytest.approx(found.perplexity / found.baseline_perplexity)
+        == math.exp(exact.mean())
+    )
     assert found.kl.mean == pytest.approx(exact.mean()) and found.kl.tokens == len(exact)
     for key, value in asdict(found.kl).items():  # losses change by as much here
         assert getattr(found.logprob, key) == pytest.approx(value)

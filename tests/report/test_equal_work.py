@@ -22,13 +22,22 @@ WAYS = ("", "max_train_instances=4", "max_train_instances=3")
 
 
 def write_ways(suite, of_its_own=0, precisions=("fp16", "4bit")):
-    """Three runs of the same 20 questions, each with `of_its_own` questions that the others do not have."""
+    """Three runs of the same 20 questions, each with `of_its_own` questions that the others do not
+    have.
+    """
     draw = np.random.default_rng(0)
     for precision in precisions:
         for way in WAYS:
             right = draw.random(20) < 0.5
             texts = {f"id{i}": f"{way if i < of_its_own else 'shared'} {i}" for i in range(20)}
-            write_run(suite, f"mcqa:{way}", precision, {"exact_match": right.mean()}, accuracies(right), texts=texts)
+            write_run(
+                suite,
+                f"mcqa:{way}",
+                precision,
+                {"exact_match": right.mean()},
+                accuracies(right),
+                texts=texts,
+            )
 
 
 def test_runs_of_the_same_instances_are_not_pooled(tmp_path):
@@ -66,11 +75,22 @@ def test_runs_without_texts_are_not_pooled(tmp_path):
 
 @pytest.mark.parametrize("shared, num_pools", [(0, 1), (1, 1), (2, 0)])
 def test_a_question_that_two_data_sets_have_keeps_the_pool(tmp_path, shared, num_pools):
-    """One of 300 instances in two subjects is no matter, two are; within a run a repetition is the data set's."""
+    """One of 300 instances in two subjects is no matter, two are; within a run a repetition is the
+    data set's.
+    """
     for subject in range(3):
-        texts = {f"id{i}": f"{subject if subject != 1 or i >= shared else 0} {i}" for i in range(100)}
+        texts = {
+            f"id{i}": f"{subject if subject != 1 or i >= shared else 0} {i}" for i in range(100)
+        }
         texts["id99"] = texts["id98"]
-        write_run(tmp_path, f"mmlu:subject={subject}", "fp16", {"exact_match": 1.0}, accuracies([1] * 100), texts=texts)
+        write_run(
+            tmp_path,
+            f"mmlu:subject={subject}",
+            "fp16",
+            {"exact_match": 1.0},
+            accuracies([1] * 100),
+            texts=texts,
+        )
     assert [run.num_runs for run in by_scenario(read_finished_runs(tmp_path))].count(3) == num_pools
 
 
@@ -86,8 +106,8 @@ def test_instances_of_other_texts_are_not_compared(tmp_path):
     (model,) = write_pair(tmp_path, {"id1": "another passage"})
     assert [one.instances for one in model.comparisons] == [3]
     note = (
-        "1 of 4 instances of mc:mode=a ask something else in 4bit than in fp16 under the same id and are left out: "
-        "the data has changed between the runs"
+        "1 of 4 instances of mc:mode=a ask something else in 4bit than in fp16 under the same id "
+        "and are left out: the data has changed between the runs"
     )
     assert model.notes[0] == note
 
@@ -108,20 +128,23 @@ def test_a_changed_data_file_leaves_nothing_to_compare(tmp_path):
         (
             {"origin": "/models/one"},
             {"origin": "/models/other"},
-            "flexgen/tiny means /models/one in fp16 and /models/other in 4bit, so the difference is not that of the "
-            "precision alone",
+            "flexgen/tiny means /models/one in fp16 and /models/other in 4bit, so the difference "
+            "is not that of the precision alone",
         ),
         (
             {"chat_template": {"applied": False}},
             {"chat_template": {"applied": True}},
             "Prompts were sent unchanged in fp16 and through the chat template in 4bit",
         ),
-        ({}, {"origin": "/models/other", "chat_template": {"applied": True}}, None),  # a record of an earlier release
+        # a record of an earlier release
+        ({}, {"origin": "/models/other", "chat_template": {"applied": True}}, None),
     ],
 )
 def test_what_differs_besides_is_said(tmp_path, base, quantized, note):
     for precision, more in (("fp16", base), ("4bit", quantized)):
-        write_run(tmp_path, "mc:mode=a", precision, {"exact_match": 0.5}, accuracies([1, 1, 0, 0]), **more)
+        write_run(
+            tmp_path, "mc:mode=a", precision, {"exact_match": 0.5}, accuracies([1, 1, 0, 0]), **more
+        )
     (model,) = compare_suite(tmp_path)
     assert model.notes == ([note] if note else [])
 
@@ -141,15 +164,25 @@ def test_a_run_that_was_killed_over_an_older_one_is_unfinished_everywhere(tmp_pa
 _TEXTS = st.text(st.sampled_from('"instance": {}request\\\n[],é☃'), max_size=30)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["id0", "id1", "id2"]), _TEXTS, _TEXTS, st.booleans()), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["id0", "id1", "id2"]), _TEXTS, _TEXTS, st.booleans()), max_size=6
+    )
+)
 def test_files_are_read_as_a_parser_reads_them(tmp_path_factory, drawn):
-    """Places are found by bytes; whatever texts contain, the same instances and answers are found."""
+    """Places are found by bytes; whatever texts contain, the same instances and answers are
+    found.
+    """
     folder = tmp_path_factory.mktemp("run")
     states = [request_state(key, text, answer) for key, text, answer, _ in drawn]
     for state, (*_, is_perturbed) in zip(states, drawn):
         state["instance"] |= {"perturbation": {"name": "typos"}} if is_perturbed else {}
-    (folder / "scenario_state.json").write_text(json.dumps({"adapter_spec": {}, "request_states": states}, indent=2))
+    (folder / "scenario_state.json").write_text(
+        json.dumps({"adapter_spec": {}, "request_states": states}, indent=2)
+    )
     plain = [state for state in states if "perturbation" not in state["instance"]]
     assert list(read_states(folder)) == plain
     assert set(read_instances(folder)) == {state["instance"]["id"] for state in plain}
-    assert list(read_states(folder, {"id1"})) == [state for state in plain if state["instance"]["id"] == "id1"]
+    assert list(read_states(folder, {"id1"})) == [
+        state for state in plain if state["instance"]["id"] == "id1"
+    ]

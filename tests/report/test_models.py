@@ -1,4 +1,6 @@
-"""`compare --baseline MODEL`: what a baseline is at rest, and which verdicts it bears; from stored records."""
+"""`compare --baseline MODEL`: what a baseline is at rest, and which verdicts it bears; from stored
+records.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def write(suite, model, stored, precision="fp16", right=None, name="mc:mode=a", 
     known = {} if stored is None else {"checkpoint_bytes": stored}
     texts = {f"id{i}": f"{name} {i}" for i in range(len(right))}
     scores = {"exact_match": float(np.mean(right))}
-    return write_run(suite, name, precision, scores, accuracies(right), model=model, texts=texts, **known, **more)
+    return write_run(
+        suite, name, precision, scores, accuracies(right), model=model, texts=texts, **known, **more
+    )
 
 
 def verdicts(suite, baseline):
@@ -39,8 +43,14 @@ def test_a_full_precision_baseline_bears_verdicts_on_other_models(tmp_path):
     texts, model = verdicts(tmp_path, "base")
     assert texts == {"base-q4": NOTHING_LACKS} and not model.remedy and model.base.is_full_precision
     page = comparison_page([model], "s")
-    assert page.facts["baseline"] == "flexgen/base in fp16; at rest 99 % BF16, 1 % F32" and not page.next_steps[1:]
-    assert page.facts["model"] == "flexgen/base; flexgen/base-q4" and page.facts["precisions"] == "fp16"
+    assert (
+        page.facts["baseline"] == "flexgen/base in fp16; at rest 99 % BF16, 1 % F32"
+        and not page.next_steps[1:]
+    )
+    assert (
+        page.facts["model"] == "flexgen/base; flexgen/base-q4"
+        and page.facts["precisions"] == "fp16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,12 +85,20 @@ def test_without_a_full_precision_model_the_page_says_how_to_add_one(tmp_path, c
     for model, right in (("smollm2-135m-instruct-q4_1", np.ones(400)), ("mine-q8", np.zeros(400))):
         for name in ("mc:mode=a", "imdb"):
             write(suite, model, Q4_1, right=right, name=name, adapter={"max_eval_instances": 400})
-    command = ["compare", "-o", str(tmp_path), "--suite", "mine", "--baseline", "smollm2-135m-instruct-q4_1"]
+    command = [
+        "compare",
+        "-o",
+        str(tmp_path),
+        "--suite",
+        "mine",
+        "--baseline",
+        "smollm2-135m-instruct-q4_1",
+    ]
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
     remedy = (
-        "flexgen-helm run -r imdb:model=flexgen/smollm2-135m-instruct mc:mode=a,model=flexgen/smollm2-135m-instruct "
-        "-m 400 --suite mine"
+        "flexgen-helm run -r imdb:model=flexgen/smollm2-135m-instruct "
+        "mc:mode=a,model=flexgen/smollm2-135m-instruct -m 400 --suite mine"
     )
     html = (suite / "flexgen_compare.html").read_text()
     for text in (" ".join(shown.split()), html):
@@ -91,13 +109,24 @@ def test_without_a_full_precision_model_the_page_says_how_to_add_one(tmp_path, c
     assert cli.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["models"]["smollm2-135m-instruct-q4_1"]
     assert found["remedy"] == remedy and found["full_precision"] is False
-    assert found["baseline"] == "flexgen/smollm2-135m-instruct-q4_1 in fp16; at rest 98 % Q4_1, 2 % F32"
-    assert found["equivalence"]["mine-q8"]["text"] == INCONCLUSIVE and found["equivalence"]["mine-q8"]["worse"]
+    assert (
+        found["baseline"]
+        == "flexgen/smollm2-135m-instruct-q4_1 in fp16; at rest 98 % Q4_1, 2 % F32"
+    )
+    assert (
+        found["equivalence"]["mine-q8"]["text"] == INCONCLUSIVE
+        and found["equivalence"]["mine-q8"]["worse"]
+    )
 
 
 def test_another_full_precision_model_of_the_suite_is_named(tmp_path):
     suite = tmp_path / "mine"
-    for model, stored in (("opt-q4", Q4_1), ("smollm2", FULL), ("opt", FULL), ("opt-q8", {"Q8_0": 1})):
+    for model, stored in (
+        ("opt-q4", Q4_1),
+        ("smollm2", FULL),
+        ("opt", FULL),
+        ("opt-q8", {"Q8_0": 1}),
+    ):
         write(suite, model, stored)
     texts, model = verdicts(suite, "opt-q4")
     assert texts == dict.fromkeys(("opt", "opt-q8", "smollm2"), INCONCLUSIVE)
@@ -119,7 +148,9 @@ def test_the_original_is_that_of_the_files_name_or_left_to_the_user(tmp_path):
 
 
 def test_precisions_of_models_are_each_compared_with_the_baseline(tmp_path):
-    """Every pair is that of the two runs alone: the verdict on a precision of the baseline's own model stays."""
+    """Every pair is that of the two runs alone: the verdict on a precision of the baseline's own
+    model stays.
+    """
     draw = np.random.default_rng(0)
     base = (draw.random(400) < 0.5).astype(float)
     sides = {("a", "fp16"): base}
@@ -134,7 +165,13 @@ def test_precisions_of_models_are_each_compared_with_the_baseline(tmp_path):
     assert texts["b"] == texts["b-4bit"] == INCONCLUSIVE != texts["a-4bit"]
     assert model.remedy.endswith("--baseline b")
     assert [speed["precision"] for speed in model.speeds] == ["a", "a-4bit", "b", "b-4bit"]
-    assert "precision" not in comparison_page([model], "s").to_text().split("Verdicts and costs")[1].splitlines()[1]
+    assert (
+        "precision"
+        not in comparison_page([model], "s")
+        .to_text()
+        .split("Verdicts and costs")[1]
+        .splitlines()[1]
+    )
     assert verdicts(tmp_path, "b")[0]["a"] != INCONCLUSIVE
     assert set(verdicts(tmp_path, "b-4bit")[0].values()) >= {INCONCLUSIVE}
     assert costs(model) == {}
@@ -148,7 +185,10 @@ def test_within_a_model_the_line_about_the_baseline_suffices(tmp_path):
     models = compare_suite(tmp_path)
     assert [list(model.verdicts.values())[0].text for model in models] == [NOTHING_LACKS] * 2
     line = "flexgen/a-q4 in fp16; at rest 98 % Q4_1, 2 % F32"
-    assert comparison_page(models, "s").facts["baseline"] == f"{line}; flexgen/old in fp16; at rest of unknown types"
+    assert (
+        comparison_page(models, "s").facts["baseline"]
+        == f"{line}; flexgen/old in fp16; at rest of unknown types"
+    )
 
 
 def test_a_run_that_knows_the_types_speaks_for_those_that_do_not(tmp_path):
@@ -170,5 +210,7 @@ def test_models_without_a_shared_run_entry_ask_for_nothing(tmp_path):
 
 def test_one_model_alone_cannot_be_compared_with_itself(tmp_path):
     write(tmp_path, "a", FULL)
-    with pytest.raises(UsageError, match="it has a in fp16; run the same entries with another model"):
+    with pytest.raises(
+        UsageError, match=("it has a in fp16; run the same entries with another model")
+    ):
         compare_suite(tmp_path, "a")

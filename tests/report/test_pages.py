@@ -1,4 +1,6 @@
-"""Pages in a real browser: three widths, light and dark; nothing overflows, overlaps, or is hard to read."""
+"""Pages in a real browser: three widths, light and dark; nothing overflows, overlaps, or is hard to
+read.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,24 @@ def window():
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
-    """Long names, two models, two to five precisions, 57 runs of a scenario, perplexities, a run that failed."""
+    """Long names, two models, two to five precisions, 57 runs of a scenario, perplexities, a run
+    that failed.
+    """
     folder = tmp_path_factory.mktemp("output") / "runs" / "a-suite"
     draw = np.random.default_rng(0)
     write_mmlu(folder, models=("org--a-model-with-a-long-name-70b-instruct",))
     for precision in ("fp16", "fp16-s", "4bit", "4bit-s", "paper-4bit"):
-        pages = {f"id{i}": {"logprob": -draw.normal(9000, 500), "num_words": 3000.0} for i in range(9)}
+        pages = {
+            f"id{i}": {"logprob": -draw.normal(9000, 500), "num_words": 3000.0} for i in range(9)
+        }
         mean = sum(page["logprob"] for page in pages.values()) / 27_000
         write_run(folder, "wikitext", precision, {"word_perplexity": float(np.exp(-mean))}, pages)
         right = draw.random(9) < 0.5
-        scores = {"exact_match": right.mean(), "classification_macro_f1": 0.123, "final_number_exact_match": np.nan}
+        scores = {
+            "exact_match": right.mean(),
+            "classification_macro_f1": 0.123,
+            "final_number_exact_match": np.nan,
+        }
         write_run(folder, "boolq:only_contrast=True", precision, scores, accuracies(right))
     write_totals(folder, failed=["imdb:model=flexgen_tiny-4bit"])
     compared = comparison_page(compare_suite(folder), folder.name)
@@ -39,7 +49,9 @@ def suite(tmp_path_factory):
     name = "org--a-model-with-a-long-name-70b-instruct"
     across = comparison_page(compare_suite(folder, f"{name}-4bit"), folder.name)
     (folder / "models.html").write_text(across.to_html(folder), encoding="utf-8")
-    (folder / "flexgen_report.html").write_text(suite_page(read_suite(folder)).to_html(folder), encoding="utf-8")
+    (folder / "flexgen_report.html").write_text(
+        suite_page(read_suite(folder)).to_html(folder), encoding="utf-8"
+    )
     return folder
 
 
@@ -65,8 +77,13 @@ def test_an_interval_has_an_axis_with_its_ends_and_middle(window, suite):
     window.open(suite / "flexgen_compare.html")
     for width in WIDTHS:
         window.show(width, "light")
-        ends = "return [...document.querySelectorAll('.interval')].map(e => [e, ...e.querySelectorAll('small')]"
-        boxes = window.run(f"{ends}.map(e => e.getBoundingClientRect()).map(b => [b.left, b.right]))")
+        ends = (
+            "return [...document.querySelectorAll('.interval')].map(e => [e, "
+            "...e.querySelectorAll('small')]"
+        )
+        boxes = window.run(
+            f"{ends}.map(e => e.getBoundingClientRect()).map(b => [b.left, b.right]))"
+        )
         shown = [box for box in boxes if box[0][1]]  # not of a collapsed table
         assert shown
         for (left, right), low, middle, high in shown:

@@ -15,7 +15,14 @@ import pytest
 import scipy.stats
 
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.pages import TEXT_WIDTH, Page, Section, comparison_page, scores_page, suite_page
+from flexgen_helm.report.pages import (
+    TEXT_WIDTH,
+    Page,
+    Section,
+    comparison_page,
+    scores_page,
+    suite_page,
+)
 from flexgen_helm.report.scores import read_finished_runs, read_scores, reused_note
 from flexgen_helm.report.suite import read_suite, suite_to_json
 from flexgen_helm.report.tables import Table, comparison_to_json
@@ -29,9 +36,13 @@ def suite(tmp_path):
     folder = tmp_path / "runs" / "mine"
     for precision, right, seconds in (("fp16", [1, 1, 0], 4.0), ("4bit", [1, 0, 0], 1.0)):
         for name, tokens in (("mc:mode=a", 500), ("boolq:x=1", 250)):
-            path = write_run(folder, name, precision, {"exact_match": sum(right) / 3}, accuracies(right))
+            path = write_run(
+                folder, name, precision, {"exact_match": sum(right) / 3}, accuracies(right)
+            )
             cost = Cost(tokens, tokens / 2, 2, padded_prompt_tokens=tokens, padded_output_tokens=2)
-            longer = Cost(2 * tokens, tokens, 2, padded_prompt_tokens=2 * tokens, padded_output_tokens=2)
+            longer = Cost(
+                2 * tokens, tokens, 2, padded_prompt_tokens=2 * tokens, padded_output_tokens=2
+            )
             add_record(path, [cost] * 3 + [longer], seconds)
     write_totals(folder)
     return folder
@@ -61,9 +72,21 @@ def test_throughput_and_usage(suite):
     report = read_suite(suite)
     _, throughputs, usage = suite_page(report).sections
     # 5 x 500 prompt tokens and 4 x 2 output tokens in 4 s, half of the prompts computed.
-    assert rows_of(throughputs.tables[0])[2] == ["mc:mode=a", "fp16", "4", "2,500", "1,250", "8", "4.0 s", "627"]
+    assert rows_of(throughputs.tables[0])[2] == [
+        "mc:mode=a",
+        "fp16",
+        "4",
+        "2,500",
+        "1,250",
+        "8",
+        "4.0 s",
+        "627",
+    ]
     rows = {row[0]: row[1:] for row in rows_of(usage.tables[0])}
-    assert rows["time, measured"] == ["16.0 s", "16.0 s"] and rows["disk to memory: weights"] == ["3 GiB"] * 2
+    assert (
+        rows["time, measured"] == ["16.0 s", "16.0 s"]
+        and rows["disk to memory: weights"] == ["3 GiB"] * 2
+    )
     assert rows["peak in memory"] == ["2 GiB"] * 2 and rows["limit in memory"] == ["4 GiB"] * 2
     assert "memory to GPU: weights" not in rows and "limit in GPU memory" not in rows
     json.dumps(suite_to_json(report), allow_nan=False)
@@ -72,8 +95,13 @@ def test_throughput_and_usage(suite):
 def test_what_was_run_is_at_the_top(suite):
     facts = suite_page(read_suite(suite)).facts
     assert facts["model"] == "flexgen/tiny" and facts["precisions"] == "fp16, 4bit"
-    assert facts["machine"].startswith("cpu, A processor") and "2 threads, 16 GiB of memory" in facts["machine"]
-    assert facts["limits"] == "4 GiB in memory, 50 GiB on disk" and "torch 2.10.0" in facts["versions"]
+    assert (
+        facts["machine"].startswith("cpu, A processor")
+        and "2 threads, 16 GiB of memory" in facts["machine"]
+    )
+    assert (
+        facts["limits"] == "4 GiB in memory, 50 GiB on disk" and "torch 2.10.0" in facts["versions"]
+    )
     assert facts["finished"] == "2026-01-02 03:04 UTC"
 
 
@@ -86,12 +114,18 @@ def test_a_model_that_is_not_proved_and_other_releases_are_named(suite):
     assert "NOT VERIFIED" not in suite_page(read_suite(suite)).to_text()
     first, *rest = (path.parent for path in suite.glob("*/flexgen_run.json"))
     versions = json.loads((first / "flexgen_run.json").read_text())["versions"]
-    change_record(first, proved=False, versions={**versions, "transformers": "5.20.0", "numpy": "1.0"})
+    change_record(
+        first, proved=False, versions={**versions, "transformers": "5.20.0", "numpy": "1.0"}
+    )
     for run in rest:
         change_record(run, proved=True, versions={**versions, "transformers": "5.24.0"})
     report = read_suite(suite)
     unverified = "NOT VERIFIED: flexgen/tiny ran with --unverified"
-    for notes in (report.notes, compare_suite(suite)[0].notes, scores_page(suite, report.runs).sections[0].notes):
+    for notes in (
+        report.notes,
+        compare_suite(suite)[0].notes,
+        scores_page(suite, report.runs).sections[0].notes,
+    ):
         assert any(note.startswith(unverified) for note in notes)
         assert "Runs had different releases of transformers: 5.20.0, 5.24.0" in notes
         assert not any("numpy" in note for note in notes)
@@ -120,12 +154,16 @@ def test_pages_link_to_each_other_and_to_the_runs(suite):
 
 
 def test_many_runs_are_pooled_and_fit(tmp_path):
-    """57 subjects in two precisions: the pool is over all instances, and the long table is shown on demand."""
+    """57 subjects in two precisions: the pool is over all instances, and the long table is shown on
+    demand.
+    """
     write_mmlu(tmp_path)
     runs = read_finished_runs(tmp_path)
     page = suite_page(read_suite(tmp_path))
     pooled, every = page.sections[0].tables
-    right = np.concatenate([run.instances["exact_match"] for run in runs if run.precision == "fp16"])
+    right = np.concatenate(
+        [run.instances["exact_match"] for run in runs if run.precision == "fp16"]
+    )
     error = scipy.stats.sem(right)
     assert rows_of(pooled)[0] == [
         "mmlu (57 runs)", "exact_match", "fp16", f"{right.mean():.3f} ± {error:.3f}", "684", "684"
@@ -153,11 +191,18 @@ def test_a_run_of_another_client_is_among_the_scores_of_run(suite):
 def test_scores_that_are_not_finite_are_shown(tmp_path):
     for precision, logprob in (("fp16", -3.0), ("4bit", -math.inf)):
         instances = {f"id{i}": {"logprob": logprob} for i in range(3)}
-        write_run(tmp_path, "lambada", precision, {"target_perplexity": math.exp(-logprob)}, instances)
+        write_run(
+            tmp_path, "lambada", precision, {"target_perplexity": math.exp(-logprob)}, instances
+        )
         write_run(tmp_path, "nan", precision, {"exact_match": math.nan}, accuracies([1, 0]))
     report = read_suite(tmp_path)
     page = suite_page(report)
-    assert [row[-3] for row in rows_of(page.sections[0].tables[0])] == ["20.09 ± 0.00", "inf", "nan", "nan"]
+    assert [row[-3] for row in rows_of(page.sections[0].tables[0])] == [
+        "20.09 ± 0.00",
+        "inf",
+        "nan",
+        "nan",
+    ]
     compared = compare_suite(tmp_path)
     shown = comparison_page(compared, "s")
     assert "none (not finite)" in shown.to_text() and "none (not finite)" in shown.to_html()
@@ -181,7 +226,12 @@ def test_throughput_of_an_earlier_run_is_noted(suite):
     report = read_suite(suite)
     assert report.notes == [note[:-1]] == suite_to_json(report)["notes"]
     page = suite_page(report)
-    assert [row[-1].endswith(" *") for row in rows_of(page.sections[1].tables[0])] == [False, True, False, False]
+    assert [row[-1].endswith(" *") for row in rows_of(page.sections[1].tables[0])] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert " ".join(page.to_text().split()).count(note) == page.to_html().count(note) == 1
 
 
@@ -199,7 +249,9 @@ GOES_ON = "run the command that made the suite again, and it continues with what
 
 
 def test_runs_that_are_missing_are_named(suite):
-    """Failed runs, those without all files, and those that were never begun; not the runs of other models."""
+    """Failed runs, those without all files, and those that were never begun; not the runs of other
+    models.
+    """
     first, second, *_ = sorted(path.name for path in suite.iterdir() if path.is_dir())
     (suite / first / "stats.json").unlink()
     (suite / second / "flexgen_run.json").unlink()
@@ -210,7 +262,10 @@ def test_runs_that_are_missing_are_named(suite):
     report = read_suite(suite)
     assert report.notes[:2] == [
         f"2 runs failed (mmlu of flexgen/tiny in fp16, imdb of flexgen/tiny in fp16); {GOES_ON}",
-        f"2 runs did not finish (boolq:x=1 of flexgen/tiny in fp16, boolq:x=1 of flexgen/tiny in 4bit); {GOES_ON}",
+        (
+            "2 runs did not finish (boolq:x=1 of flexgen/tiny in fp16, boolq:x=1 of flexgen/tiny "
+            f"in 4bit); {GOES_ON}"
+        ),
     ]
     assert not any("openai" in note or "eval_cache" in note for note in report.notes)
     page = suite_page(report)
@@ -224,7 +279,9 @@ def test_a_run_that_failed_over_its_older_scores_is_named_unless_it_was_repeated
     os.utime(suite / old / "stats.json", (1e9, 1e9))
     os.utime(suite / "flexgen_suite.json", (1.5e9, 1.5e9))
     (note,) = read_suite(suite).notes
-    assert note.startswith("1 run failed in the last call, so the scores are older (boolq:x=1 of flexgen/tiny in fp16)")
+    assert note.startswith(
+        "1 run failed in the last call, so the scores are older (boolq:x=1 of flexgen/tiny in fp16)"
+    )
 
 
 def failing(suite, *names):
@@ -241,7 +298,15 @@ def test_names_of_runs_break_after_commas_and_are_escaped():
 
 
 def chat_record(applied=True, **settings):
-    return {"chat_template": {"applied": applied, "reason": "auto", "kwargs": {}, "system_prompt": None, **settings}}
+    return {
+        "chat_template": {
+            "applied": applied,
+            "reason": "auto",
+            "kwargs": {},
+            "system_prompt": None,
+            **settings,
+        }
+    }
 
 
 def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
@@ -249,7 +314,9 @@ def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
     cost = [Cost(10, 10, 2)] * 4
 
     def write(model, **more):
-        path = write_run(folder, "mc:mode=a", "fp16", {"exact_match": 0.5}, accuracies([1, 0, 1, 0]), model)
+        path = write_run(
+            folder, "mc:mode=a", "fp16", {"exact_match": 0.5}, accuracies([1, 0, 1, 0]), model
+        )
         add_record(path, cost, 1.0, **more)
 
     write("one", **chat_record(), unfinished_thinking=3, num_clipped=0)
@@ -257,13 +324,19 @@ def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
     page = suite_page(read_suite(folder))
     assert page.facts["prompts"] == "through the chat template"
     assert [note for note in page.notes if "Models differ" in note] == []
-    scored = write_run(folder, "scored", "fp16", {"exact_match": 0.5}, accuracies([1, 0, 1, 0]), "one")
+    scored = write_run(
+        folder, "scored", "fp16", {"exact_match": 0.5}, accuracies([1, 0, 1, 0]), "one"
+    )
     add_record(scored, cost, 1.0, chat_template=None)  # as a run that asks for no text is recorded
     write_totals(folder)
-    assert suite_page(read_suite(folder)).facts["prompts"] == "through the chat template; scored ones unchanged"
+    assert (
+        suite_page(read_suite(folder)).facts["prompts"]
+        == "through the chat template; scored ones unchanged"
+    )
     shutil.rmtree(scored)
     assert any(
-        note.startswith("3 of 4 answers of mc:mode=a of flexgen/one ended while still thinking") for note in page.notes
+        note.startswith("3 of 4 answers of mc:mode=a of flexgen/one ended while still thinking")
+        for note in page.notes
     )
     settings = {"kwargs": {"enable_thinking": False}, "system_prompt": "s", "thinking_budget": 1000}
     write("two", **chat_record(**settings))
@@ -271,16 +344,29 @@ def test_how_prompts_were_sent_and_which_answers_had_no_room(tmp_path):
     write_totals(folder)
     notes = suite_page(read_suite(folder)).notes
     assert (
-        "Models differ in how prompts were sent: flexgen/one through the chat template; flexgen/three unchanged; "
-        "flexgen/two through the chat template, with enable_thinking=false, a system prompt, a thinking budget of 1,000"
+        "Models differ in how prompts were sent: flexgen/one through the chat template; "
+        "flexgen/three unchanged; flexgen/two through the chat template, with "
+        "enable_thinking=false, a system prompt, a thinking budget of 1,000"
     ) in notes
-    assert any("2 of 4 answers of mc:mode=a of flexgen/three had less room" in note for note in notes)
+    assert any(
+        "2 of 4 answers of mc:mode=a of flexgen/three had less room" in note for note in notes
+    )
 
 
 def test_ties_of_scored_choices_are_counted(tmp_path):
     """A head of zeros finds all references equally probable: half of two is no accuracy."""
     method = {"method": "multiple_choice_separate_original"}
-    write_run(tmp_path, "mcqa", "fp16", {"exact_match": 0.6}, accuracies([0.5, 0.5, 1, 1, 0]), adapter=method)
+    write_run(
+        tmp_path,
+        "mcqa",
+        "fp16",
+        {"exact_match": 0.6},
+        accuracies([0.5, 0.5, 1, 1, 0]),
+        adapter=method,
+    )
     write_run(tmp_path, "joint", "fp16", {"exact_match": 0.5}, accuracies([0.5, 0.5]))
     page = suite_page(read_suite(tmp_path)).to_text()
-    assert "2 of 5 choices of mcqa of flexgen/tiny are ties" in " ".join(page.split()) and "of joint" not in page
+    assert (
+        "2 of 5 choices of mcqa of flexgen/tiny are ties" in " ".join(page.split())
+        and "of joint" not in page
+    )

@@ -1,4 +1,6 @@
-"""What a sample of answers says of a suite, and bundles: what was written is read, and nothing else is."""
+"""What a sample of answers says of a suite, and bundles: what was written is read, and nothing else
+is.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from flexgen_helm.report.verification import (
     share_above,
     upper_bound,
 )
-from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult, ThinkingFormat
+from flexgen_helm.request import (
+    Completion,
+    Cost,
+    GenerationRequest,
+    GenerationResult,
+    ThinkingFormat,
+)
 from flexgen_helm.response_cache import decode_result
 
 REQUEST = GenerationRequest(
@@ -37,26 +45,48 @@ REQUEST = GenerationRequest(
     echo_logprobs=True, thinking=ThinkingFormat(True, 7, (5,)),
 )  # fmt: skip
 RESULT = GenerationResult(
-    (Completion("é\ud7ff", ("bytes:\\xc3",), (7,), (-0.1,), "stop"),), (1, 2, 3), (None, -2.5, -3.0), None, Cost(5, 2.0)
+    (Completion("é\ud7ff", ("bytes:\\xc3",), (7,), (-0.1,), "stop"),),
+    (1, 2, 3),
+    (None, -2.5, -3.0),
+    None,
+    Cost(5, 2.0),
 )
-DRAWN = [BundledAnswer(0, drawn_numbers(0, 1000, 1)[0], "run, instance id1", [REQUEST], [plain_result(RESULT)])]
-MANIFEST = Manifest("s", 1000, 0, [Source("m", "fp16", "f", None, {"name": "cpu"}, None, None, None)])
+DRAWN = [
+    BundledAnswer(
+        0, drawn_numbers(0, 1000, 1)[0], "run, instance id1", [REQUEST], [plain_result(RESULT)]
+    )
+]
+MANIFEST = Manifest(
+    "s", 1000, 0, [Source("m", "fp16", "f", None, {"name": "cpu"}, None, None, None)]
+)
 
 
-@pytest.mark.parametrize("rate, population, drawn", [(0.02, 5000, 200), (0.3, 400, 20), (0.001, 20000, 1000)])
+@pytest.mark.parametrize(
+    "rate, population, drawn", [(0.02, 5000, 200), (0.3, 400, 20), (0.001, 20000, 1000)]
+)
 def test_the_bound_holds_in_95_of_100_samples(rate, population, drawn):
     draw = np.random.default_rng(0)
     differing = round(rate * population)
     found = draw.hypergeometric(differing, population - differing, drawn, size=2000)
     bounds = {count: upper_bound(count, drawn, population) for count in set(found.tolist())}
     held = np.mean([bounds[count] >= rate for count in found.tolist()])
-    assert held >= 0.95 - 2 * (0.05 * 0.95 / 2000) ** 0.5 and min(bounds.values()) < 4 * rate + 3 / drawn
+    assert (
+        held >= 0.95 - 2 * (0.05 * 0.95 / 2000) ** 0.5
+        and min(bounds.values()) < 4 * rate + 3 / drawn
+    )
 
 
 def test_bounds_and_shares_by_hand():
     assert upper_bound(0, 200, 19_872) == pytest.approx(1 - 0.05 ** (1 / 200))
-    assert share_above(upper_bound(0, 200, 19_872)) == "1.5 %" and share_above(0.000_150_1) == "0.016 %"
-    assert upper_bound(3, 30, 30) == 0.1 and upper_bound(5, 5, 30) == 1.0 and share_above(1.0) == "100 %"
+    assert (
+        share_above(upper_bound(0, 200, 19_872)) == "1.5 %"
+        and share_above(0.000_150_1) == "0.016 %"
+    )
+    assert (
+        upper_bound(3, 30, 30) == 0.1
+        and upper_bound(5, 5, 30) == 1.0
+        and share_above(1.0) == "100 %"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,8 +110,9 @@ ANSWER = {"text": "a", "end": "stop", "logprobs": [-0.1, -2.0], "more": [[-4.0, 
 @pytest.mark.parametrize(
     "change, where",
     [({}, None), ({"text": "b"}, "text"), ({"end": None}, "end"), ({"logprobs": [-0.1001, -2.0]}, "logprobs[0]"),
-     ({"logprobs": [-0.1, -2.000001]}, None), ({"logprobs": []}, "logprobs"), ({"logprobs": [-0.1]}, "logprobs[1]"),
-     ({"logprobs": [float("nan"), -2.0]}, "logprobs[0]"), ({"logprobs": -3.0}, "logprobs"), ({"new": 1}, "new"),
+     ({"logprobs": [-0.1, -2.000001]}, None), ({"logprobs": []}, "logprobs"),
+     ({"logprobs": [-0.1]}, "logprobs[1]"), ({"logprobs": [float("nan"), -2.0]}, "logprobs[0]"),
+     ({"logprobs": -3.0}, "logprobs"), ({"new": 1}, "new"),
      ({"more": [[-4.0, False]]}, "more[0][1]"), ({"more": [[-4.00001, True]]}, None),
      ({"more": [["x", True]]}, "more[0][0]")],
 )  # fmt: skip
@@ -96,7 +127,9 @@ def test_what_is_equal(change, where):
 
 def test_sums_differ_by_parts_of_their_value():
     assert compare([-50.0], [-50.004], 1e-4, has_sums=True) == ([], pytest.approx(8e-5))
-    assert compare([-50.0], [-50.006], 1e-4, has_sums=True)[0] and compare([-50.0], [-50.004], 1e-4)[0]
+    assert (
+        compare([-50.0], [-50.006], 1e-4, has_sums=True)[0] and compare([-50.0], [-50.004], 1e-4)[0]
+    )
     assert compare([-0.5], [-0.50006], 1e-4, has_sums=True)[1] == pytest.approx(6e-5)
 
 
@@ -135,7 +168,9 @@ def test_a_hostile_file_ends_in_a_sentence(tmp_path, name):
 def refuse(path):
     with pytest.raises(FlexgenError) as refusal:
         read_bundle(path)
-    assert "is no bundle as verify writes it: " in str(refusal.value) and len(str(refusal.value)) < 600
+    assert (
+        "is no bundle as verify writes it: " in str(refusal.value) and len(str(refusal.value)) < 600
+    )
 
 
 def test_a_bomb_is_not_decompressed(tmp_path):
@@ -169,7 +204,9 @@ def test_bytes_that_are_lost_changed_or_behind_the_end(tmp_path, change):
 
 
 def test_a_name_twice_is_refused():
-    twice = Recorded(Path("b"), "verify", vars(MANIFEST.sources[0]), [RecordedAnswer("x", [], print)].copy)
+    twice = Recorded(
+        Path("b"), "verify", vars(MANIFEST.sources[0]), [RecordedAnswer("x", [], print)].copy
+    )
     with pytest.raises(FlexgenError, match="1 answers are there more than once: 'x'"):
         draw([twice, twice], None, 0)
 
@@ -182,7 +219,8 @@ CHANGES = {
     "a missing key": (b'"seed": 0,', b"", None),
     "more answers than the suite": (b'"population": 1000', b'"population": 0', None),
     "another population": (b'"population": 1000', b'"population": 10000', None),
-    "another seed": (b'"seed": 0', b'"seed": 1', None), "escapes": (b'"suite": "s"', b'"suite": "\\u001b[31m"', None),
+    "another seed": (b'"seed": 0', b'"seed": 1', None),
+    "escapes": (b'"suite": "s"', b'"suite": "\\u001b[31m"', None),
     "a model that is a path": (b'"model": "m"', b'"model": ["/etc"]', None),
     "NaN": (b"-0.1", b"NaN", True), "infinity": (b"-0.1", b"-1e999", True),
     "a huge number": (b'"max_tokens": 4', b'"max_tokens": 1' + b"0" * 5000, True),
@@ -193,7 +231,8 @@ CHANGES = {
     "no result": (b'"results": [{', b'"results": [], "x": [{', True),
     "no request": (b'"requests": [{', b'"x": [{', True),
     "an unknown key of a result": (b'"cost"', b'"error": 1, "cost"', True),
-    "fewer log-probabilities than tokens": (b"[-0.1]", b"[]", True), "no UTF-8": (b"run, ", b"\xff", True),
+    "fewer log-probabilities "
+    "than tokens": (b"[-0.1]", b"[]", True), "no UTF-8": (b"run, ", b"\xff", True),
 }  # fmt: skip
 
 

@@ -54,13 +54,19 @@ def executed(spec: RunSpec, adapter_spec: AdapterSpec, foreign: bool = False) ->
 
     foreign: with the adapter that HELM has for the method.
     """
-    scenario = wikitext.WikitextScenario() if "wikitext" in spec.name else lambada.LambadaScenario("accuracy")
+    scenario = (
+        wikitext.WikitextScenario()
+        if "wikitext" in spec.name
+        else lambada.LambadaScenario("accuracy")
+    )
     instances = with_instance_ids(scenario.get_instances(""))
     if foreign:
         plain = {name: getattr(adapter_spec, name) for name in AdapterSpec.__dataclass_fields__}
         adapter_spec = AdapterSpec(**plain)
     adapter = AdapterFactory.get_adapter(adapter_spec, None)  # type: ignore[arg-type]
-    states = [replace(state, result=fake_result(state.request)) for state in adapter.adapt(instances, 1)]
+    states = [
+        replace(state, result=fake_result(state.request)) for state in adapter.adapt(instances, 1)
+    ]
     metric = create_metric(spec.metric_specs[0])
     return metric.evaluate(ScenarioState(adapter_spec, states), None, "", 1)  # type: ignore[arg-type]
 
@@ -68,7 +74,9 @@ def executed(spec: RunSpec, adapter_spec: AdapterSpec, foreign: bool = False) ->
 def fake_result(request: Any) -> RequestResult:
     encoder = PromptEncoder(fake_engine.FakeTokenizer())  # type: ignore[arg-type]
     prepared = convert.to_generation_request(request, encoder, 10**6)
-    return convert.to_request_result(request, prepared, fake_engine.answer(prepared.request), False, encoder)
+    return convert.to_request_result(
+        request, prepared, fake_engine.answer(prepared.request), False, encoder
+    )
 
 
 def run_spec(entry: str) -> RunSpec:
@@ -79,7 +87,9 @@ def run_spec(entry: str) -> RunSpec:
 def test_figures_refuse_requests_of_helms_own_adapters(entry, fake_data, on_fakes):
     spec = run_spec(entry)
     assert executed(spec, spec.adapter_spec).aggregated_stats
-    with pytest.raises(FlexgenError, match="the request is not the one that defines this figure.*doctor"):
+    with pytest.raises(
+        FlexgenError, match=("the request is not the one that defines this figure.*doctor")
+    ):
         executed(spec, spec.adapter_spec, foreign=True)
 
 
@@ -88,7 +98,9 @@ def test_a_client_that_takes_no_ids_is_refused(fake_data, on_fakes, monkeypatch)
     one_more = GeneratedOutput(text="", logprob=0.0, tokens=[Token("a", -1.0)] * 53)
     answer = RequestResult(True, [], [one_more], False)
     monkeypatch.setattr(sys.modules[__name__], "fake_result", lambda request: answer)
-    with pytest.raises(FlexgenError, match="53 tokens came back for a window of 51.*takes no token ids"):
+    with pytest.raises(
+        FlexgenError, match=("53 tokens came back for a window of 51.*takes no token ids")
+    ):
         executed(spec, spec.adapter_spec)
 
 
@@ -114,28 +126,41 @@ def test_windows_predict_every_token_once_and_are_filled_with_context(length):
 
 
 def test_windows_are_those_of_helms_own_adapter(on_fakes, fake_data):
-    """Where the tokens of a text do not depend on where it is cut, and the model's positions are the length."""
+    """Where the tokens of a text do not depend on where it is cut, and the model's positions are
+    the length.
+    """
     spec = run_spec(f"wikitext:max_length=60,model={MODEL}")
-    plain = AdapterSpec(**{name: getattr(spec.adapter_spec, name) for name in AdapterSpec.__dataclass_fields__})
+    plain = AdapterSpec(
+        **{name: getattr(spec.adapter_spec, name) for name in AdapterSpec.__dataclass_fields__}
+    )
     instances = with_instance_ids(wikitext.WikitextScenario().get_instances(""))
     ours, helms = (
-        [(state.request.prompt, state.num_conditioning_tokens) for state in adapter.adapt(instances, 1)]
+        [
+            (state.request.prompt, state.num_conditioning_tokens)
+            for state in adapter.adapt(instances, 1)
+        ]
         for adapter in (AdapterFactory.get_adapter(one, None) for one in (spec.adapter_spec, plain))  # type: ignore
     )
     assert ours == helms and len(ours) > len(instances)
 
 
 def test_token_requests_are_taken_as_they_are():
-    """No BOS before a window, where text of the same length gets one; other ids are another request."""
+    """No BOS before a window, where text of the same length gets one; other ids are another
+    request.
+    """
     tokenizer = fake_engine.FakeTokenizer(adds_bos=True)
     encoder = PromptEncoder(tokenizer)  # type: ignore[arg-type]
     fields = dict(model="m", model_deployment="m", max_tokens=0, temperature=0.0, echo_prompt=True)
     request = TokenRequest(prompt="abc", prompt_token_ids=(5, 6, 7), **fields)
     prepared = convert.to_generation_request(request, encoder, 100)
     assert prepared.request.prompt_token_ids == (5, 6, 7)
-    echoed = convert.to_request_result(request, prepared, fake_engine.answer(prepared.request), False, encoder)
+    echoed = convert.to_request_result(
+        request, prepared, fake_engine.answer(prepared.request), False, encoder
+    )
     assert [token.text for token in echoed.completions[0].tokens] == ["\x05", "\x06", "\x07"]
-    changed = convert.to_generation_request(replace(request, prompt_token_ids=(5, 6, 8)), encoder, 100)
+    changed = convert.to_generation_request(
+        replace(request, prompt_token_ids=(5, 6, 8)), encoder, 100
+    )
     assert changed.key != prepared.key
     text = convert.to_generation_request(convert.Request(prompt="abc", **fields), encoder, 100)
     assert text.request.prompt_token_ids == (tokenizer.bos_id, *map(ord, "abc"))

@@ -1,4 +1,6 @@
-"""LAMBADA's and WikiText-2's data: pages, detokenizing, targets, where they come from, and refusals."""
+"""LAMBADA's and WikiText-2's data: pages, detokenizing, targets, where they come from, and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm.errors import UsageError
 from flexgen_helm.scenarios import data, lambada, wikitext
 
-TWO_PAGES = " \n = First = \n \n Some words . \n \n = = Part = = \n \n More . \n \n = Second = \n \n The end . \n"
+TWO_PAGES = (
+    " \n = First = \n \n Some words . \n \n = = Part = = \n \n More . \n \n = Second = \n \n The "
+    "end . \n"
+)
 
 
 @pytest.fixture
@@ -45,7 +50,8 @@ def test_a_page_begins_at_a_title_and_not_at_a_section():
     pages = wikitext.split_pages(TWO_PAGES)
     assert [page.split("\n")[0] for page in pages] == [" = First = ", " = Second = "]
     assert " = = Part = = " in pages[0]
-    assert " \n" + "\n".join(pages) == TWO_PAGES  # the blank line before the first title belongs to no page
+    # the blank line before the first title belongs to no page
+    assert " \n" + "\n".join(pages) == TWO_PAGES
 
 
 # ---- detokenizing ----
@@ -57,7 +63,10 @@ def test_the_62_pages_of_the_test_split(shared_data, monkeypatch):
     pages = wikitext.read_pages()
     assert len(pages) == wikitext.PAGES
     sizes = [wikitext.page_size(page) for page in pages]
-    assert (sum(size["words"] for size in sizes), sum(size["bytes"] for size in sizes)) == (241335, 1290527)
+    assert (sum(size["words"] for size in sizes), sum(size["bytes"] for size in sizes)) == (
+        241335,
+        1290527,
+    )
     texts = "\0".join(map(wikitext.detokenize, pages))
     digest = "b0ae50e166add20959a5406d9b3c99fe1f23819ec0a10149047149434fb85d81"
     assert hashlib.sha256(texts.encode()).hexdigest() == digest
@@ -74,7 +83,8 @@ def test_the_62_pages_of_the_test_split(shared_data, monkeypatch):
     [
         ("he gave her the ring", "he gave her the", " ring"),
         ('and said, "go', "and said,", ' "go'),
-        ("two  spaces", "two", "  spaces"),  # white space at the end of a context belongs to the target
+        # white space at the end of a context belongs to the target
+        ("two  spaces", "two", "  spaces"),
         ("a line\n next", "a line", "\n next"),
     ],
 )
@@ -88,7 +98,11 @@ def test_the_passages_of_the_test_split(shared_data, monkeypatch):
     assert len(instances) == lambada.PASSAGES
     for instance in instances:
         (reference,) = instance.references
-        assert reference.is_correct and reference.output.text[0] == " " and " " not in reference.output.text[1:]
+        assert (
+            reference.is_correct
+            and reference.output.text[0] == " "
+            and " " not in reference.output.text[1:]
+        )
         assert instance.split == "test" and instance.input.text == instance.input.text.rstrip()
 
 
@@ -105,15 +119,21 @@ def test_the_folder_goes_before_the_hub(folder, no_hub):
 
 def test_the_hub_is_read_where_the_folder_has_no_such_file(folder, monkeypatch):
     content = {"EleutherAI/lambada_openai": "text", "EleutherAI/wikitext_document_level": "page"}
-    monkeypatch.setattr("datasets.load_dataset", lambda name, config, split: [{content[name]: f"{config} {split}"}])
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda name, config, split: [{content[name]: f"{config} {split}"}]
+    )
     data._load_hub.cache_clear()
     assert lambada.read_passages() == ["default test"]
     assert wikitext.read_pages() == ["wikitext-2-raw-v1 test"]
 
 
-@pytest.mark.parametrize("read, file", [(lambada.read_passages, lambada.FILE), (wikitext.read_pages, wikitext.FILE)])
+@pytest.mark.parametrize(
+    "read, file", [(lambada.read_passages, lambada.FILE), (wikitext.read_pages, wikitext.FILE)]
+)
 def test_a_refusal_names_both_ways(read, file, folder, no_hub, monkeypatch):
-    with pytest.raises(UsageError, match="FLEXGEN_HELM_DATA.*EleutherAI/.* from the hub.*no network here") as refused:
+    with pytest.raises(
+        UsageError, match=("FLEXGEN_HELM_DATA.*EleutherAI/.* from the hub.*no network here")
+    ) as refused:
         read()
     assert file in str(refused.value) and f"{folder / file} does not exist" in str(refused.value)
     assert "\n" not in str(refused.value) and refused.value.exit_code == 2
@@ -125,7 +145,9 @@ def test_a_refusal_names_both_ways(read, file, folder, no_hub, monkeypatch):
         read()
 
 
-@pytest.mark.parametrize("content", [b"not JSON\n", b'{"passage": "a b"}\n', b'{"text": 1}\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize(
+    "content", [b"not JSON\n", b'{"passage": "a b"}\n', b'{"text": 1}\n', b"\xff\xfe\n"]
+)
 def test_a_damaged_file_is_named_and_not_taken_for_an_absent_one(content, folder, no_hub):
     (folder / lambada.FILE).write_bytes(content)
     with pytest.raises(UsageError, match=lambada.FILE):
@@ -139,20 +161,33 @@ def test_a_damaged_file_is_named_and_not_taken_for_an_absent_one(content, folder
 def test_run_specs_have_names_groups_and_metadata():
     entries = {
         "lambada:mode=accuracy": ("lambada:mode=accuracy", "generation", "exact_match"),
-        "lambada:mode=perplexity": ("lambada:mode=perplexity", "language_modeling", "target_perplexity"),
+        "lambada:mode=perplexity": (
+            "lambada:mode=perplexity",
+            "language_modeling",
+            "target_perplexity",
+        ),
         "wikitext": ("wikitext", "language_modeling", "word_perplexity"),
-        "wikitext:max_length=512": ("wikitext:max_length=512", "language_modeling", "word_perplexity"),
+        "wikitext:max_length=512": (
+            "wikitext:max_length=512",
+            "language_modeling",
+            "word_perplexity",
+        ),
     }
     for entry, (name, method, main) in entries.items():
         separator = "," if ":" in entry else ":"
-        (spec,) = construct_run_specs(parse_object_spec(f"{entry}{separator}model=flexgen/opt-125m"))
+        (spec,) = construct_run_specs(
+            parse_object_spec(f"{entry}{separator}model=flexgen/opt-125m")
+        )
         assert spec.name == f"{name}{separator}model=flexgen_opt-125m"
         assert (spec.adapter_spec.method, spec.adapter_spec.model) == (method, "flexgen/opt-125m")
         scenario = create_scenario(spec.scenario_spec)
         metadata = scenario.get_metadata()
         assert (metadata.name, metadata.main_metric) == (spec.groups[0], main)
-        assert metadata.display_name and scenario.description and "language_modeling" in scenario.tags
-        assert scenario.definition_path.startswith("flexgen_helm/")  # no path of this machine in HELM's files
+        assert (
+            metadata.display_name and scenario.description and "language_modeling" in scenario.tags
+        )
+        # no path of this machine in HELM's files
+        assert scenario.definition_path.startswith("flexgen_helm/")
     assert getattr(spec.adapter_spec, "max_length", None) == 512
 
 

@@ -29,7 +29,11 @@ def answer(instance: Instance) -> str:
 
 def test_a_cell_is_wrong_where_the_tables_differ(tmp_path):
     wrong = write_hospital(tmp_path / "data" / "Hospital")
-    cells = [cell for row in error_detection.read_cells(tmp_path / "data" / "Hospital", "Hospital") for cell in row]
+    cells = [
+        cell
+        for row in error_detection.read_cells(tmp_path / "data" / "Hospital", "Hospital")
+        for cell in row
+    ]
     assert len(cells) == 60 * 3  # neither the row's number nor a cell with nothing in it
     assert sum(cell.is_wrong for cell in cells) == len(wrong) == 15
     assert all(("x" in cell.text) == cell.is_wrong for cell in cells)
@@ -39,7 +43,10 @@ def test_a_cell_is_wrong_where_the_tables_differ(tmp_path):
 def test_splits_are_of_rows_and_examples_are_balanced(tmp_path):
     write_hospital(tmp_path / "data" / "Hospital")
     found = instances(tmp_path)
-    counts = {split: Counter(answer(i) for i in found if i.split == split) for split in ("train", "valid", "test")}
+    counts = {
+        split: Counter(answer(i) for i in found if i.split == split)
+        for split in ("train", "valid", "test")
+    }
     assert counts["train"]["Yes"] == counts["train"]["No"] > 0
     assert sum(counts["test"].values()) == 6 * 3 and sum(counts["valid"].values()) == 11 * 3
     again = instances(tmp_path)
@@ -49,8 +56,16 @@ def test_splits_are_of_rows_and_examples_are_balanced(tmp_path):
 @pytest.mark.parametrize(
     "dirty, clean, message",
     [
-        ([["index", "city"], [1, "a"]], [["index", "city"]], "with 2 rows and clean.csv with 1 are not the same"),
-        ([["index", "city"], [1, "a"]], [["index", "city"], [1]], "not the same table cell by cell"),
+        (
+            [["index", "city"], [1, "a"]],
+            [["index", "city"]],
+            "with 2 rows and clean.csv with 1 are not the same",
+        ),
+        (
+            [["index", "city"], [1, "a"]],
+            [["index", "city"], [1]],
+            "not the same table cell by cell",
+        ),
         ([["index", "city"]], [["index", "city"]], "not the same table"),
     ],
 )
@@ -67,7 +82,9 @@ def test_without_network_the_files_place_is_named(tmp_path, monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr("urllib.request.urlretrieve", unreachable)
-    with pytest.raises(UsageError, match=r"dirty.csv is not there and https://.*no route to host.*put it there"):
+    with pytest.raises(
+        UsageError, match=(r"dirty.csv is not there and https://.*no route to host.*put it there")
+    ):
         instances(tmp_path)
     assert not list(tmp_path.rglob("*.csv"))
 

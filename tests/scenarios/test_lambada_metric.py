@@ -16,7 +16,9 @@ class Service:
     """A tokenizer of words that writes a leading space as byte-level vocabularies do."""
 
     def encode(self, text: str) -> SimpleNamespace:
-        return SimpleNamespace(tokens=[TokenizationToken(index) for index, _ in enumerate(text.split())])
+        return SimpleNamespace(
+            tokens=[TokenizationToken(index) for index, _ in enumerate(text.split())]
+        )
 
     def tokenize(self, text: str) -> list[str]:
         return ["Ġ" + word if index else word for index, word in enumerate(text.split())]
@@ -25,7 +27,9 @@ class Service:
         return " fox" if tokens[0].value == 3 else "?"
 
 
-@pytest.mark.parametrize("token, accuracy", [("Ġfox", 1.0), (" fox", 1.0), ("fox", 0.0), (" dog", 0.0)])
+@pytest.mark.parametrize(
+    "token, accuracy", [("Ġfox", 1.0), (" fox", 1.0), ("fox", 0.0), (" dog", 0.0)]
+)
 def test_a_last_word_is_found_in_either_spelling(token, accuracy):
     reference = Reference(Output(" fox"), [CORRECT_TAG])
     completion = GeneratedOutput(text=token, logprob=-1.0, tokens=[Token(token, -1.0)])

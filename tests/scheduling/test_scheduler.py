@@ -1,4 +1,6 @@
-"""The scheduler on paper: everyone is served, no limit is passed, slots stay contiguous. No torch."""
+"""The scheduler on paper: everyone is served, no limit is passed, slots stay contiguous. No
+torch.
+"""
 
 import random
 from dataclasses import replace
@@ -13,18 +15,23 @@ from flexgen_helm.scheduling.sequence import AnswerLengths, Sequence, SequenceKi
 from tests.helpers.shares import share_of
 
 shapes_strategy = st.lists(
-    st.tuples(st.integers(1, 30), st.integers(0, 12), st.sampled_from([0, 0, 0, 1, 4])), min_size=1, max_size=25
+    st.tuples(st.integers(1, 30), st.integers(0, 12), st.sampled_from([0, 0, 0, 1, 4])),
+    min_size=1,
+    max_size=25,
 )
 
 
 def make(shape):
-    """A prompt of some tokens that generates up to `max_new`, in place or as several continuations."""
+    """A prompt of some tokens that generates up to `max_new`, in place or as several
+    continuations.
+    """
     prompt_len, max_new, continuations = shape
     tokens = [1] * prompt_len
     if continuations and max_new > 1:
         return Sequence(
             SequenceKind.PROMPT, (), tokens, prompt_len, max_new_tokens=1, num_draws=continuations,
-            num_continuations=continuations, continuation_tokens=max_new - 1, needs_cache=True, length_group=max_new,
+            num_continuations=continuations, continuation_tokens=max_new - 1, needs_cache=True,
+            length_group=max_new,
         )  # fmt: skip
     return Sequence(
         SequenceKind.PROMPT, (), tokens, prompt_len, max_new_tokens=max_new, num_draws=int(max_new > 0),
@@ -53,11 +60,16 @@ CASES = st.fixed_dictionaries(
 @settings(max_examples=share_of(400, 4))
 @given(shapes=shapes_strategy, case=CASES)
 def test_everyone_is_served_within_the_limits(shapes, case):
-    """Slots are followed as a cache follows them, so a sequence always finds its tokens where it left them."""
+    """Slots are followed as a cache follows them, so a sequence always finds its tokens where it
+    left them.
+    """
     ends = random.Random(case.seed)
     prompts = [make(shape) for shape in shapes if shape[0] > 1 or shape[1]]
     need = max(
-        [p.cache_tokens + p.num_continuations * (p.continuation_tokens + case.slot_overhead) for p in prompts],
+        [
+            p.cache_tokens + p.num_continuations * (p.continuation_tokens + case.slot_overhead)
+            for p in prompts
+        ],
         default=0,
     )
     prefix_len, num_users = case.prefix
@@ -72,7 +84,9 @@ def test_everyone_is_served_within_the_limits(shapes, case):
         case.slot_overhead,
     )
     if case.more_states is not None:  # than one prompt with its continuations needs behind a prefix
-        alone = max([1 + prompt.num_continuations for prompt in prompts], default=1) + (prefix_len > 0)
+        alone = max([1 + prompt.num_continuations for prompt in prompts], default=1) + (
+            prefix_len > 0
+        )
         limits = replace(limits, max_states=alone + case.more_states)
     waiting = prompts if not prefix_len else with_prefixes(prompts, prefix_len, num_users)
     lengths = AnswerLengths()
@@ -118,7 +132,9 @@ def test_everyone_is_served_within_the_limits(shapes, case):
         assert sum(block.num_slots for block in scheduler._blocks) <= limits.max_states
         prefilled = [batch for batch in batches if batch.is_prefill]
         tokens_in = sum(batch.num_tokens for batch in prefilled)
-        assert tokens_in <= case.pass_tokens or sum(len(batch.scheduled) for batch in prefilled) == 1
+        assert (
+            tokens_in <= case.pass_tokens or sum(len(batch.scheduled) for batch in prefilled) == 1
+        )
         in_pass = [item.sequence for batch in batches for item in batch.scheduled]
         assert len(set(in_pass)) == len(in_pass)
         for batch in batches:
@@ -131,7 +147,9 @@ def test_everyone_is_served_within_the_limits(shapes, case):
                 if sequence.block is not None:
                     assert sequence.block.sequences[sequence.slot] is sequence
                     assert sequence.num_computed + item.count <= sequence.block.capacity
-                    assert sequence.cache_tokens == widest.setdefault(sequence, sequence.cache_tokens)
+                    assert sequence.cache_tokens == widest.setdefault(
+                        sequence, sequence.cache_tokens
+                    )
                     slots = content.setdefault(sequence.block, [None] * sequence.block.num_slots)
                     sequence.block.tier = "cpu"  # the cache says where it has put a block
                     if sequence.is_prefill or not sequence.num_computed:
@@ -196,7 +214,9 @@ def test_the_youngest_are_preempted_where_more_was_expected_to_end():
     lengths = AnswerLengths()
     for _ in range(50):
         lengths.count_token(60), lengths.count_end(60)
-    scheduler = Scheduler(prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=8), lengths)
+    scheduler = Scheduler(
+        prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=8), lengths
+    )
     most = most_running(scheduler, room, lambda: None)
     assert all(len(prompt.tokens) == 64 for prompt in prompts)
     assert most > room // 64 and scheduler.num_preempted > 0 and not prompts[0].is_recomputed
@@ -228,7 +248,9 @@ def test_a_preempted_sequence_that_is_left_alone_goes_on(room, ends):
     prompts, lengths = [make((4, 60, 0)) for _ in range(3)], AnswerLengths()
     for _ in range(ends):
         lengths.count_token(60), lengths.count_end(60)
-    scheduler = Scheduler(prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=4), lengths)
+    scheduler = Scheduler(
+        prompts, SchedulerLimits(10**6, 10**6, 10**6, room, 10**6, page_tokens=4), lengths
+    )
     most_running(scheduler, room, lambda: lengths.count_token(60))
     assert all(len(prompt.tokens) == 64 for prompt in prompts)
 
@@ -254,10 +276,16 @@ def seated(lengths, cache_tokens, block_sequences):
     """Slots that the sequences of each block need, where all prompts are let in by one pass."""
     prompts = [make((length, 10, 0)) for length in sorted(lengths, reverse=True)]
     scheduler = Scheduler(
-        prompts, SchedulerLimits(10**6, 10**6, 10**6, cache_tokens, 10**6, block_sequences=block_sequences)
+        prompts,
+        SchedulerLimits(10**6, 10**6, 10**6, cache_tokens, 10**6, block_sequences=block_sequences),
     )
     batches = scheduler.next_pass()
-    blocks = {item.sequence.block: None for batch in batches for item in batch.scheduled if item.sequence.block}
+    blocks = {
+        item.sequence.block: None
+        for batch in batches
+        for item in batch.scheduled
+        if item.sequence.block
+    }
     return [[sequence.cache_tokens for sequence in block.sequences] for block in blocks]
 
 

@@ -74,7 +74,8 @@ def test_a_fork_ends_at_a_signal_and_interrupts_nothing(handlers):
     assert not service._interrupted.is_set()
 
 
-# The model's thread is inside PyTorch, hears nothing, and comes back to Python while that is being taken down.
+# The model's thread is inside PyTorch, hears nothing, and comes back to Python while that is being
+# taken down.
 DEAF = """
 import atexit, sys, threading
 from flexgen_helm import cli
@@ -103,5 +104,7 @@ sys.exit(cli.main(["no such command"]))
 
 def test_a_thread_that_hears_nothing_changes_no_exit_code():
     command, environment = [*python("all"), "-c", DEAF], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, "terminate" in done.stderr) == (2, "said", False)

@@ -1,4 +1,6 @@
-"""The process-wide service: blocks, equal requests, the response cache, models in turn, errors and interruption."""
+"""The process-wide service: blocks, equal requests, the response cache, models in turn, errors and
+interruption.
+"""
 
 import threading
 import time
@@ -27,9 +29,9 @@ def keyed(prompt):
 
 
 CHANGES = dict(
-    prompt="a", prompt_token_ids=(2,), messages=[{"role": "user", "content": "a"}], max_tokens=5, temperature=0.5,
-    top_p=0.5, seed=1, stop=("b",), n=2, echo_logprobs=True, ignore_eos=True, thinking=ThinkingFormat(budget=3),
-    echo_greedy=True, top_logprobs=2,
+    prompt="a", prompt_token_ids=(2,), messages=[{"role": "user", "content": "a"}], max_tokens=5,
+    temperature=0.5, top_p=0.5, seed=1, stop=("b",), n=2, echo_logprobs=True, ignore_eos=True,
+    thinking=ThinkingFormat(budget=3), echo_greedy=True, top_logprobs=2,
 )  # fmt: skip
 
 
@@ -38,17 +40,26 @@ def test_a_key_knows_every_field_of_a_request():
     assert {*CHANGES, "drawn"} == {field.name for field in fields(GenerationRequest)}
     plain = GenerationRequest(prompt_token_ids=(1,))
     changed = [replace(plain, **{name: value}) for name, value in CHANGES.items()]
-    changed += [replace(request, messages=[{"role": "user", "content": "b"}]) for request in changed[:1]]
+    changed += [
+        replace(request, messages=[{"role": "user", "content": "b"}]) for request in changed[:1]
+    ]
     changed += [GenerationRequest(**{name: []}) for name in ("messages", "prompt_token_ids")]
     changed += [GenerationRequest(prompt="")]
     keys = [request_key(request) for request in (plain, *changed)]
     assert request_key(replace(plain, drawn=[[DrawnToken(1, -0.5)]])) == keys[0]
     assert len(set(keys)) == len(keys)
     assert request_key(plain) == request_key(replace(plain, prompt_token_ids=[1]))
-    array = replace(plain, prompt_token_ids=np.array([1]), max_tokens=np.int64(16), temperature=np.float32(0))
+    array = replace(
+        plain, prompt_token_ids=np.array([1]), max_tokens=np.int64(16), temperature=np.float32(0)
+    )
     assert request_key(plain) == request_key(array) and array.validate() is None
-    # The identity of a chat format says how its model thinks: these keys are in the caches of users.
-    assert request_key(plain, "chat") == request_key(replace(plain, thinking=ThinkingFormat()), "chat") != keys[0]
+    # The identity of a chat format says how its model thinks: these keys are in the caches of
+    # users.
+    assert (
+        request_key(plain, "chat")
+        == request_key(replace(plain, thinking=ThinkingFormat()), "chat")
+        != keys[0]
+    )
 
 
 class Bench:
@@ -104,7 +115,9 @@ def test_a_submitted_block_runs_once_at_any_number_of_threads(bench, threads):
         responses = list(pool.map(lambda request: bench.service.respond(MODEL, request), requests))
         assert set(block.responses()) == {request.key for request in requests}
     assert bench.blocks == [50] and not bench.service._jobs  # no job outlives the run
-    assert [r.result.prompt_token_ids for r in responses] == [request.request.prompt_token_ids for request in requests]
+    assert [r.result.prompt_token_ids for r in responses] == [
+        request.request.prompt_token_ids for request in requests
+    ]
 
 
 def test_blocks_on_hold_run_together(bench):
@@ -121,7 +134,9 @@ def test_blocks_on_hold_run_together(bench):
 
 
 def test_other_options_are_another_engine(bench):
-    plain, other = (ModelArguments("m", "m", options={"device": device}) for device in ("cpu", "cuda"))
+    plain, other = (
+        ModelArguments("m", "m", options={"device": device}) for device in ("cpu", "cuda")
+    )
     bench.compute((plain, "a"), (other, "b"))
     assert bench.blocks == [1, 1]
     assert bench.service.loaded(plain) is not bench.service.loaded(other)
@@ -151,7 +166,8 @@ def test_a_model_whose_answers_are_all_stored_is_not_loaded(bench):
             return [block.responses()[keyed(prompt).key].is_cached for prompt in prompts]
 
     assert cached(bench, "a", "b") == [False, False]
-    bench.service.close()  # results are stored soon after they are delivered, and by then at the latest
+    # results are stored soon after they are delivered, and by then at the latest
+    bench.service.close()
     again = Bench()
     again.service.preload(MODEL)
     assert cached(again, "b", "a") == [True, True] and again.engines == []
@@ -182,7 +198,9 @@ def test_a_response_cache_that_cannot_be_used_costs_no_results(bench, tmp_path, 
 def test_one_bad_request_fails_alone_and_is_not_stored(bench):
     with bench.submit("a", POISON, "b") as block:
         block.wait()
-        errors = [block.responses()[keyed(prompt).key].result.error for prompt in ("a", POISON, "b")]
+        errors = [
+            block.responses()[keyed(prompt).key].result.error for prompt in ("a", POISON, "b")
+        ]
     assert [type(error) for error in errors] == [type(None), NumericalError, type(None)]
     assert not bench.service.respond(MODEL, keyed(POISON)).is_cached
 
@@ -279,7 +297,9 @@ def test_what_engines_share_is_released_after_them(is_used, tmp_path, monkeypatc
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(tmp_path))
     loader = FakeLoader()
     closed = []
-    monkeypatch.setattr(loader, "close", lambda: closed.append(all(engine.closed for engine in loader.engines)))
+    monkeypatch.setattr(
+        loader, "close", lambda: closed.append(all(engine.closed for engine in loader.engines))
+    )
     service = Service(loader)
     if is_used:
         service.respond(MODEL, keyed("a"))
@@ -313,6 +333,10 @@ def test_loading_is_called_off_at_any_of_its_stop_points(tiny, tmp_path, monkeyp
     path = tiny("llama").path
     for wanted in range(0, 100, 9):
         answers = iter([*[False] * wanted, True])  # nobody asks again after that
-        with suppress(Interrupted), stopped_by(partial(next, answers)), Engine.from_pretrained(path, device="cpu"):
+        with (
+            suppress(Interrupted),
+            stopped_by(partial(next, answers)),
+            Engine.from_pretrained(path, device="cpu"),
+        ):
             break  # it was not asked so often
     assert wanted > 20

@@ -1,4 +1,6 @@
-"""The service where no harness can be imported: models by name, prompts as text, results as those of `Engine.run`."""
+"""The service where no harness can be imported: models by name, prompts as text, results as those
+of `Engine.run`.
+"""
 
 import os
 import subprocess
@@ -7,7 +9,8 @@ import sys
 from tests.helpers.paths import ROOT
 
 HARNESSES = ("helm", "lm_eval", "inspect_ai", "openai")
-# What any harness does: encode a prompt once, key the request, ask from many threads, end at the end of the process.
+# What any harness does: encode a prompt once, key the request, ask from many threads, end at the
+# end of the process.
 PROGRAM = """
 import atexit, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +52,12 @@ def test_a_harness_of_ones_own_gets_what_the_engine_computes(tiny, tmp_path, mon
     code = PROGRAM.format(harnesses=HARNESSES, path=str(tiny("llama").path))
     environment = {**os.environ, "FLEXGEN_HELM_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
     assert len(list((tmp_path / "journal").iterdir())) == 1

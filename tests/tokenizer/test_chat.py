@@ -75,7 +75,9 @@ INSTRUCT = """smollm2-135m-instruct-q4_1 Qwen/Qwen3-8B Qwen/Qwen2.5-7B-Instruct-
 
 @pytest.mark.parametrize("names, is_base", [(BASE, True), (INSTRUCT, False)])
 def test_base_models_are_known_by_catalog_or_name(names, is_base):
-    assert {name: resolve(name).is_base for name in names.split()} == dict.fromkeys(names.split(), is_base)
+    assert {name: resolve(name).is_base for name in names.split()} == dict.fromkeys(
+        names.split(), is_base
+    )
 
 
 def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers):
@@ -84,8 +86,18 @@ def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers):
     broken = replace_template(tokenizers["instruct"], "{{ messages[7].content.nothing }}")
     unusable = "chat template of acme cannot be used.*--chat-template false"
     for tokenizer, choice, options, message in (
-        (tokenizers["base"], True, {}, "tokenizer of acme has no chat template; leave --chat-template true out"),
-        (tokenizers["without system role"], "auto", system, "cannot be used: .*System role.*leave the system prom"),
+        (
+            tokenizers["base"],
+            True,
+            {},
+            "tokenizer of acme has no chat template; leave --chat-template true out",
+        ),
+        (
+            tokenizers["without system role"],
+            "auto",
+            system,
+            "cannot be used: .*System role.*leave the system prom",
+        ),
         (leaves_out, "auto", system, "leaves the system prompt out; take --chat-template false"),
         (broken, "auto", {}, unusable),
         (broken, True, {}, unusable),
@@ -101,7 +113,9 @@ def test_a_template_that_is_missing_or_fails_says_so_by_name(tokenizers):
 
 def test_kwargs_reach_the_template_and_win_over_special_tokens(tokenizers):
     thinking = decide(tokenizers["thinking"]).render_prompt("Hi")
-    answering = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False}).render_prompt("Hi")
+    answering = decide(
+        tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False}
+    ).render_prompt("Hi")
     assert thinking.endswith("<think>\n") and answering == thinking + "\n</think>\n\n"
     own_bos = decide(tokenizers["without system role"], chat_template_kwargs={"bos_token": "<eos>"})
     assert own_bos.render_prompt("Hi").startswith("<eos><start_of_turn>user\nHi")
@@ -113,11 +127,20 @@ def test_a_system_prompt_goes_in_front_of_chats_that_have_none(tokenizers):
     system_turn = {"role": "system", "content": "Be long."}
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     plain = decide(tokenizers["instruct"])
-    assert decided.render_prompt("Hi") == decided.render_messages([user]) == system + plain.render_messages([user])
-    assert decided.render_messages([system_turn, user]) == plain.render_messages([system_turn, user])
+    assert (
+        decided.render_prompt("Hi")
+        == decided.render_messages([user])
+        == system + plain.render_messages([user])
+    )
+    assert decided.render_messages([system_turn, user]) == plain.render_messages(
+        [system_turn, user]
+    )
 
 
-PARTS = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+}
 
 
 def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers):
@@ -125,7 +148,9 @@ def test_parts_of_text_are_joined_where_the_template_knows_only_text(tokenizers)
         decided = decide(tokenizers[name])
         assert decided.render_messages([PARTS]) == decided.render_prompt("one\ntwo")
     seen = []
-    decide(Template(lambda messages: seen.append(messages) or "Hello, the same")).render_messages([PARTS])
+    decide(Template(lambda messages: seen.append(messages) or "Hello, the same")).render_messages(
+        [PARTS]
+    )
     assert seen[-1] == [PARTS]  # handed on as it is
 
 
@@ -138,7 +163,11 @@ def test_text_becomes_a_part_where_the_template_knows_only_parts(tokenizers):
     assert chat.render_messages([PARTS]).endswith("[user]onetwo[assistant]<think>")
     assert chat.thinking(chat.render_prompt("What is </think>?")).begins_inside
     with pytest.raises(UsageError, match="leaves the prompt out; take --chat-template false"):
-        decide(replace_template(tokenizers["instruct"], "{% for m in messages if m.content is none %}{% endfor %}"))
+        decide(
+            replace_template(
+                tokenizers["instruct"], "{% for m in messages if m.content is none %}{% endfor %}"
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,8 +177,14 @@ def test_text_becomes_a_part_where_the_template_knows_only_parts(tokenizers):
         ([{"content": "Hi"}], "has no role"),
         (["Hi"], "has no role"),
         ([{"role": "user", "content": 7}], "is a int, not text"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "'image_url'.*take text only"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}], "'str'.*take text only"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "'image_url'.*take text only",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}],
+            "'str'.*take text only",
+        ),
     ],
 )
 def test_what_is_no_chat_of_texts_is_refused(tokenizers, messages, says):
@@ -169,7 +204,10 @@ def test_bos_is_there_once_whoever_writes_it(tokenizers, text):
 
 def test_only_generating_prompts_are_rendered(tokenizers):
     applied, plain = decide(tokenizers["instruct"]), decide(tokenizers["instruct"], False)
-    prompt, chat = GenerationRequest(prompt="Hi"), GenerationRequest(messages=[{"role": "user", "content": "Hi"}])
+    prompt, chat = (
+        GenerationRequest(prompt="Hi"),
+        GenerationRequest(messages=[{"role": "user", "content": "Hi"}]),
+    )
     assert applied.render(prompt) == applied.render(chat) == plain.render(chat)
     assert plain.render(prompt) is None
     for fields in (
@@ -184,7 +222,11 @@ def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers
     instruct, thinking = tokenizers["instruct"], tokenizers["thinking"]
     auto = decide(instruct)
     assert auto.identity == decide(instruct, True).identity
-    changed = [decide(instruct, system_prompt="s"), decide(instruct, chat_template_kwargs={"a": 1}), decide(thinking)]
+    changed = [
+        decide(instruct, system_prompt="s"),
+        decide(instruct, chat_template_kwargs={"a": 1}),
+        decide(thinking),
+    ]
     assert len({chat.identity for chat in (auto, *changed)}) == 4
     record = auto.as_json()
     assert (record["applied"], record["reason"], record["kwargs"]) == (True, auto.reason, {})
@@ -194,25 +236,36 @@ def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers
 def test_a_thinking_model_is_known_and_so_is_where_it_begins(tokenizers):
     thinks = decide(tokenizers["thinking"], thinking_budget=7)
     answers = decide(tokenizers["thinking"], chat_template_kwargs={"enable_thinking": False})
-    itself = decide(replace_template(tokenizers["instruct"], f"{CHATML}{{# </think> #}}"))  # the model writes <think>
+    # the model writes <think>
+    itself = decide(replace_template(tokenizers["instruct"], f"{CHATML}{{# </think> #}}"))
     end = tuple(tokenizers["thinking"].encode("\n</think>\n\n"))
     for text in ("Hi", "What is <think>?", "<think>", "</think>", "Hello"):
         assert thinks.thinking(thinks.render_prompt(text)) == ThinkingFormat(True, 7, end)
         assert answers.thinking(answers.render_prompt(text)) == ThinkingFormat(False, None, end)
-        assert not itself.thinking(itself.render_prompt(text)).begins_inside  # whatever the user speaks of
+        # whatever the user speaks of
+        assert not itself.thinking(itself.render_prompt(text)).begins_inside
     plain = decide(tokenizers["instruct"])
     assert plain.thinking(plain.render_prompt("</think>")) is None
 
 
-# Thoughts and answer as templates of other kinds write them, the marks, and the end that a spent budget writes.
+# Thoughts and answer as templates of other kinds write them, the marks, and the end that a spent
+# budget writes.
 WRITTEN = {
-    "tags of its own": ("<seed:think>{}</seed:think>\n{}", ("<seed:think>", "</seed:think>"), "</seed:think>\n"),
+    "tags of its own": (
+        "<seed:think>{}</seed:think>\n{}",
+        ("<seed:think>", "</seed:think>"),
+        "</seed:think>\n",
+    ),
     "channels": (
         "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}",
         ("<|channel|>", "<|channel|>final<|message|>"),
         "<|end|><|start|>assistant<|channel|>final<|message|>",
     ),
-    "a channel": ("<|channel>thought\n{}\n<channel|>{}", ("<|channel>", "<channel|>"), "\n<channel|>"),
+    "a channel": (
+        "<|channel>thought\n{}\n<channel|>{}",
+        ("<|channel>", "<channel|>"),
+        "\n<channel|>",
+    ),
     "around the answer": (
         "<|START_THINKING|>{}<|END_THINKING|><|START_TEXT|>{}<|END_TEXT|>",
         ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>"),
@@ -230,8 +283,13 @@ WRITTEN = {
 @pytest.mark.parametrize("written, marks, end", WRITTEN.values(), ids=WRITTEN)
 def test_marks_of_thinking_are_read_off_the_template(tokenizers, written, marks, end, key):
     """The template joins its marks from parts: its text alone does not have them."""
-    before, between, behind = (part.replace("<", "<' + '").replace("\n", "\\n") for part in written.split("{}"))
-    turn = f"{{{{ '{before}' + m.{key} + '{between}' + m.content + '{behind}' if m.{key} else m.content }}}}"
+    before, between, behind = (
+        part.replace("<", "<' + '").replace("\n", "\\n") for part in written.split("{}")
+    )
+    turn = (
+        f"{{{{ '{before}' + m.{key} + '{between}' + m.content + '{behind}' if m.{key} else "
+        f"m.content }}}}"
+    )
     template = f"{{% for m in messages %}}[{{{{ m.role }}}}]{turn}{{% endfor %}}"
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     chat = decide(replace_template(tokenizers["instruct"], template))
@@ -243,7 +301,8 @@ def test_marks_of_thinking_are_read_off_the_template(tokenizers, written, marks,
     assert "thinking_marks" not in decide(tokenizers["thinking"]).as_json()
     # The same, where the prompt ends inside.
     inside = template.replace(
-        "{% if add_generation_prompt %}[assistant]", f"{{% if add_generation_prompt %}}[assistant]{{{{ '{before}' }}}}"
+        "{% if add_generation_prompt %}[assistant]",
+        f"{{% if add_generation_prompt %}}[assistant]{{{{ '{before}' }}}}",
     )
     chat = decide(replace_template(tokenizers["instruct"], inside))
     found = chat.thinking(chat.render_prompt("Hi"))
@@ -279,12 +338,22 @@ def test_the_template_goes_before_the_vocabulary(tokenizers):
 
 def test_the_date_of_a_template_is_fixed_recorded_and_part_of_the_key(tokenizers):
     """Else a run that goes on after midnight has other prompts than it began with."""
-    tokenizer = replace_template(tokenizers["instruct"], "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
-    usual, dated = decide(tokenizer, True), decide(tokenizer, True, chat_template_kwargs={"strftime_now": "2026-11-27"})
-    assert usual.render_prompt("x") == "26 Jul 2024: x" and dated.render_prompt("x") == "27 Nov 2026: x"
+    tokenizer = replace_template(
+        tokenizers["instruct"], "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    )
+    usual, dated = (
+        decide(tokenizer, True),
+        decide(tokenizer, True, chat_template_kwargs={"strftime_now": "2026-11-27"}),
+    )
+    assert (
+        usual.render_prompt("x") == "26 Jul 2024: x"
+        and dated.render_prompt("x") == "27 Nov 2026: x"
+    )
     assert usual.as_json()["date"] == "2024-07-26" and usual.identity != dated.identity
     assert "date" not in decide(tokenizers["instruct"], True).as_json()
     here, there = "{{ strftime_now('%Y') }}", [[{"role": "user", "content": "x"}]]
-    assert chat_template_utils.render_jinja_template(there, chat_template=here)[0] == [str(datetime.now().year)]
+    assert chat_template_utils.render_jinja_template(there, chat_template=here)[0] == [
+        str(datetime.now().year)
+    ]
     with pytest.raises(UsageError, match="'tomorrow'; give a date such as 2024-07-26"):
         decide(tokenizer, True, chat_template_kwargs={"strftime_now": "tomorrow"})

@@ -1,7 +1,9 @@
-"""Each model family's tokenizer: golden ids of some, one BOS or none, word borders, bytes of cut characters.
+"""Each model family's tokenizer: golden ids of some, one BOS or none, word borders, bytes of cut
+characters.
 
-The golden ids were worked out by a slow encoder of the published pipelines' steps, token by token; all other texts are
-held against `tokenizers` on the same file (OPT, whose files are read by `transformers`, against that).
+The golden ids were worked out by a slow encoder of the published pipelines' steps, token by token;
+all other texts are held against `tokenizers` on the same file (OPT, whose files are read by
+`transformers`, against that).
 """
 
 import json
@@ -22,36 +24,53 @@ from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.tokenizers_by_family import FAMILIES
 
 NAMES = list(FAMILIES)
-GOLDEN_TEXTS = ["Hello the 1998 cat's.\n", "  CAN'T café e\u0301\t\n\n", "世界 👍<|endoftext|></s> <bos>", " Hello"]
+GOLDEN_TEXTS = [
+    "Hello the 1998 cat's.\n",
+    "  CAN'T café e\u0301\t\n\n",
+    "世界 👍<|endoftext|></s> <bos>",
+    " Hello",
+]
 # What tells the families apart, text by text:
-# 1. 1998 whole runs (19 98), threes (199 8) or digits; '.' and newline in one piece or two; 's or ' and s.
-# 2. Two spaces: kept, or three with sentencepiece's own; e and accent composed (NFC) or left; newlines joined or not.
-# 3. Characters of which a token holds some bytes; which of the special texts are tokens; bytes where no token fits.
-# 4. A word that no order of merges reaches, though it is in the vocabulary (`ignore_merges`).
+# 1. 1998 whole runs (19 98), threes (199 8) or digits; '.' and newline in one piece or two; 's or '
+# and s. 2. Two spaces: kept, or three with sentencepiece's own; e and accent composed (NFC) or
+# left; newlines joined or not. 3. Characters of which a token holds some bytes; which of the
+# special texts are tokens; bytes where no token fits. 4. A word that no order of merges reaches,
+# though it is in the vocabulary (`ignore_merges`).
 GOLDEN = {
     "llama3": [
         "308 291 258 220 276 23 265 266 282",
         "308 220 220 271 45 6 51 264 69 284 220 68 136 223 197 281",
-        "308 302 303 243 234 220 305 235 27 91 68 77 67 78 69 83 68 87 83 91 29 27 14 82 29 220 27 65 78 82 29",
+        (
+            "308 302 303 243 234 220 305 235 27 91 68 77 67 78 69 83 68 87 83 91 29 27 14 82 29 "
+            "220 27 65 78 82 29"
+        ),
         "308 296",
     ],
     "gemma2": [
         "2 353 323 264 339 340 330 331 347",
         "2 343 336 86 311 295 329 279 317 264 265 212 137 320 346",
-        "2 318 239 157 148 264 248 167 153 149 68 132 265 270 274 268 279 266 265 288 266 132 70 68 55 271 70 264 2",
+        (
+            "2 318 239 157 148 264 248 167 153 149 68 132 265 270 274 268 279 266 265 288 266 132 "
+            "70 68 55 271 70 264 2"
+        ),
         "2 264 353",
     ],
 }
 
 SAMPLES = [
     *GOLDEN_TEXTS, "", " ", "a", "word", " word", "  lead  and  trail  \n", "a\n\n\n b\t\tc\r\n\r\n", "     x        y",
-    "can't CAN'T I'll HE'S don't", "12345 1 ٣ 1998199819", "世界，一 你好。", "👍👩‍👩‍👧 naïve cafés e\u0301 ½²",
+    (
+        "can't CAN'T I'll HE'S don't"
+    ), "12345 1 ٣ 1998199819", "世界，一 你好。", "👍👩‍👩‍👧 naïve cafés e\u0301 ½²",
     "(a|b).\n\n::...!!!",
-    "<|endoftext|>a<s>b</s> \n c<|eot_id|>d <|end|>\n x", "<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>",
+    (
+        "<|endoftext|>a<s>b</s> \n c<|eot_id|>d <|end|>\n x"
+    ), "<|im_start|>user\n<tool_call>{}</tool_call><|im_end|>",
     "<start_of_turn>user\n\n\n\nx<end_of_turn><table>", "[INST] hi [/INST]",
     "<|begin_of_text|>x", "<bos>x", "<s>x", "</s>x", "<s> x", "<unk>",
 ]  # fmt: skip
-# Characters that the pipelines treat differently, words of the small vocabularies, and no text of an added token.
+# Characters that the pipelines treat differently, words of the small vocabularies, and no text of
+# an added token.
 PIECES = st.sampled_from(
     ["a", "he", "the", "CA", "N", "'s", "'S", "n't", " ", "  ", "\n", "\t", "\r", ".", "!!", "(", "|", "1", "98", "٣",
      "½", "é", "e\u0301", "世", "界", "，", "👍", "👩", "\u200d", "Hello", "İ", "ſ"]
@@ -117,17 +136,25 @@ def test_ids_of_the_file(folders, name):
     assert tokenizer.encode_batch(SAMPLES) == [expected(name, text) for text in SAMPLES]
     plain = [reference(name).encode(text, add_special_tokens=False).ids for text in SAMPLES]
     assert tokenizer.encode_batch(SAMPLES, add_special_tokens=False) == plain
-    assert tokenizer.vocab_size == reference(name).get_vocab_size()  # loading adds no token of its own
-    cut = [spelt for spelt in tokenizer.token_texts(tokenizer.encode("世界，👍")) if spelt.startswith("bytes:")]
+    # loading adds no token of its own
+    assert tokenizer.vocab_size == reference(name).get_vocab_size()
+    cut = [
+        spelt
+        for spelt in tokenizer.token_texts(tokenizer.encode("世界，👍"))
+        if spelt.startswith("bytes:")
+    ]
     assert len(cut) >= 4  # else this small vocabulary proves nothing of characters that are cut
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].single_file])
 @pytest.mark.parametrize("class_name", ["LlamaTokenizer", "Qwen2Tokenizer", "Unheard"])
 def test_the_class_does_not_change_the_pipeline(tmp_path, name, class_name):
-    """`transformers` rebuilds normalizer, pre-tokenizer and decoder by class; the file is what was published."""
+    """`transformers` rebuilds normalizer, pre-tokenizer and decoder by class; the file is what was
+    published.
+    """
     folder = FAMILIES[name].write(tmp_path / name)
-    for add_bos in (True, False):  # the post-processor of the file decides, as it does in `transformers` 5
+    # the post-processor of the file decides, as it does in `transformers` 5
+    for add_bos in (True, False):
         config = FAMILIES[name].config | {"tokenizer_class": class_name, "add_bos_token": add_bos}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         tokenizer = Tokenizer.from_path(folder)
@@ -152,7 +179,8 @@ def test_none_or_one_bos(folders, name):
         ids = tokenizer.encode(text)
         assert ids.count(tokenizer.bos_id) == 1
         assert ids[0] == tokenizer.bos_id
-        sent_back = tokenizer.encode(tokenizer.decode(ids))  # HELM knows a context token by its text alone
+        # HELM knows a context token by its text alone
+        sent_back = tokenizer.encode(tokenizer.decode(ids))
         assert sent_back.count(tokenizer.bos_id) == 1
         # One that somebody put into the text himself is a token wherever it is, and stays.
         assert tokenizer.encode(bos + bos + text)[:2] == [tokenizer.bos_id] * 2
@@ -161,12 +189,25 @@ def test_none_or_one_bos(folders, name):
 
 # ---- word borders ----
 
-CONTEXTS = ["the cat", "Hello", "1998", "the cat.", "can't", "世界", "(a)", "é", "x\n\n", "the\tcat"]
+CONTEXTS = [
+    "the cat",
+    "Hello",
+    "1998",
+    "the cat.",
+    "can't",
+    "世界",
+    "(a)",
+    "é",
+    "x\n\n",
+    "the\tcat",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_words_are_split_at_their_borders(folders, name):
-    """What lets a target be scored as the last tokens of context and target: the context's ids stay as they were."""
+    """What lets a target be scored as the last tokens of context and target: the context's ids stay
+    as they were.
+    """
     tokenizer = load(folders[name])
     for context in CONTEXTS:
         for target in (" word", " Hello the", " cat's", " 98", " 世"):
@@ -174,7 +215,8 @@ def test_words_are_split_at_their_borders(folders, name):
             assert both[: len(alone)] == alone
             tail = both[len(alone) :]
             assert b"".join(map(tokenizer.token_bytes, tail)) == target.encode("utf-8")
-            # The trap: encoded by itself, a sentencepiece target gets a second space, and so other tokens.
+            # The trap: encoded by itself, a sentencepiece target gets a second space, and so other
+            # tokens.
             by_itself = tokenizer.encode(target, add_special_tokens=False)
             data = b"".join(map(tokenizer.token_bytes, by_itself))
             doubled = FAMILIES[name].dummy == "every"
@@ -193,7 +235,9 @@ def test_words_are_split_at_their_borders(folders, name):
 def test_every_prefix_has_the_bytes_of_the_text(folders, name, text):
     tokenizer = load(folders[name])
     ids = tokenizer.encode(text, add_special_tokens=False)
-    leads = prefix_space(name) if FAMILIES[name].dummy == "every" or not text.startswith(" ") else ""
+    leads = (
+        prefix_space(name) if FAMILIES[name].dummy == "every" or not text.startswith(" ") else ""
+    )
     want = (leads + normalize(name, text) if text else "").encode("utf-8")
     assert tokenizer.decode(ids).encode("utf-8") == want
     seen = b""
@@ -204,7 +248,11 @@ def test_every_prefix_has_the_bytes_of_the_text(folders, name, text):
         assert want.startswith(seen)
         # HELM's spelling of a token loses nothing either.
         hexadecimal = re.fullmatch(r"bytes:((?:\\x[0-9a-f]{2})+)", spelt)
-        assert data == (bytes.fromhex(hexadecimal[1].replace("\\x", "")) if hexadecimal else spelt.encode("utf-8"))
+        assert data == (
+            bytes.fromhex(hexadecimal[1].replace("\\x", ""))
+            if hexadecimal
+            else spelt.encode("utf-8")
+        )
     assert seen == want
 
 
@@ -227,7 +275,8 @@ def test_tokenizer_model_alone_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(FAMILIES["llama2"].config))
     with pytest.raises(
-        CheckpointError, match=r"only as tokenizer\.model, .* put the model's tokenizer\.json beside it"
+        CheckpointError,
+        match=(r"only as tokenizer\.model, .* put the model's tokenizer\.json beside it"),
     ):
         Tokenizer.from_path(tmp_path)
 
@@ -244,12 +293,15 @@ def test_opt_without_one_of_its_files_is_refused(tmp_path, missing):
 
 # Entries of `tokenizer_config.json`, beside chat templates (tests/tokenizer/test_chat.py).
 ENTRIES = [
-    {"add_prefix_space": True}, {"add_prefix_space": False}, {"split_special_tokens": True}, {"legacy": False},
-    {"do_lower_case": True}, {"clean_up_tokenization_spaces": True}, {"model_max_length": 3}, {"errors": "ignore"},
-    {"truncation_side": "left", "padding_side": "left"}, {"add_bos_token": True}, {"add_bos_token": False},
-    {"add_eos_token": True}, {"additional_special_tokens": ["fox"]}, {"extra_special_tokens": {"image_token": "fox"}},
-    {"eos_token": "fox"}, {"from_slow": True}, {"sp_model_kwargs": {}}, {"spaces_between_special_tokens": True},
-    {"use_default_system_prompt": True}, {"tokenizer_file": "elsewhere.json"}, {"processor_class": "Other"},
+    {"add_prefix_space": True}, {"add_prefix_space": False}, {"split_special_tokens": True},
+    {"legacy": False}, {"do_lower_case": True}, {"clean_up_tokenization_spaces": True},
+    {"model_max_length": 3}, {"errors": "ignore"},
+    {"truncation_side": "left", "padding_side": "left"}, {"add_bos_token": True},
+    {"add_bos_token": False}, {"add_eos_token": True}, {"additional_special_tokens": ["fox"]},
+    {"extra_special_tokens": {"image_token": "fox"}}, {"eos_token": "fox"}, {"from_slow": True},
+    {"sp_model_kwargs": {}}, {"spaces_between_special_tokens": True},
+    {"use_default_system_prompt": True}, {"tokenizer_file": "elsewhere.json"},
+    {"processor_class": "Other"},
 ]  # fmt: skip
 REFUSED = ({"add_prefix_space": True}, {"split_special_tokens": True})
 
@@ -257,7 +309,9 @@ REFUSED = ({"add_prefix_space": True}, {"split_special_tokens": True})
 @pytest.mark.fast(12)
 @pytest.mark.parametrize("name", ["gpt-neox", "qwen2"])
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_entries_of_the_configuration_have_the_ids_of_transformers_or_are_refused(tmp_path, name, entry):
+def test_entries_of_the_configuration_have_the_ids_of_transformers_or_are_refused(
+    tmp_path, name, entry
+):
     folder = FAMILIES[name].write(tmp_path / "model")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **entry}))

@@ -1,4 +1,6 @@
-"""`tokenizer.json` files of drawn settings: ids of the `tokenizers` library, bytes of the text, or refused by name."""
+"""`tokenizer.json` files of drawn settings: ids of the `tokenizers` library, bytes of the text, or
+refused by name.
+"""
 
 import json
 from random import Random
@@ -16,13 +18,16 @@ SPECIAL = ("<unk>", "<s>", "</s>", "[gMASK]")
 ADDED = ("<tool>", "<x▁y>", "<A b>", "é", "the")
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 TEXTS = [
-    "", " ", "the word", " the  cat's\n\n", "Hello HE'S 1998!!", "世界 👍 é e\u0301", "<unk> 0x41", "<s>the</s>",
-    "a<tool> b", "a <tool>b <x▁y> c", "x<A b>the, thee ½ ① ﬁ", "<s> <s>word", "[gMASK]<s>the", "\t(the)\r\n...",
+    "", " ", "the word", " the  cat's\n\n", "Hello HE'S 1998!!", "世界 👍 é e\u0301", "<unk> 0x41",
+    "<s>the</s>", "a<tool> b", "a <tool>b <x▁y> c", "x<A b>the, thee ½ ① ﬁ", "<s> <s>word",
+    "[gMASK]<s>the", "\t(the)\r\n...",
 ]  # fmt: skip
 
 
 def draw(random):
-    """Return a tokenizer, whether it loses a part of a text, whether it adds spaces, and what is to be refused."""
+    """Return a tokenizer, whether it loses a part of a text, whether it adds spaces, and what is to
+    be refused.
+    """
 
     def one(*values):
         return random.choice(values)
@@ -32,12 +37,17 @@ def draw(random):
     is_bytes, has_bytes = kind == "bytes", one(True, False)
     pieces = sorted(byte_alphabet()) if is_bytes else [*MARK_CHARACTERS, *BYTES * has_bytes]
     merges = BYTE_MERGES if is_bytes else MARK_MERGES
-    vocab = {piece: i for i, piece in enumerate(dict.fromkeys([*SPECIAL, *pieces, *map("".join, merges)]))}
+    vocab = {
+        piece: i
+        for i, piece in enumerate(dict.fromkeys([*SPECIAL, *pieces, *map("".join, merges)]))
+    }
     if random.random() < 0.6:
         affix = one(*[{}] * 8, {"continuing_subword_prefix": "##"}, {"end_of_word_suffix": "</w>"})
         refused = next(iter(affix), "")
         model = models.BPE(
-            vocab=vocab | {f"##{piece}": len(vocab) + i for i, piece in enumerate(vocab)} if refused else vocab,
+            vocab=vocab | {f"##{piece}": len(vocab) + i for i, piece in enumerate(vocab)}
+            if refused
+            else vocab,
             merges=[] if refused else merges,
             dropout=one(None, 0.0, 0.3, 0.9),
             unk_token=one(None, "<unk>"),
@@ -53,18 +63,26 @@ def draw(random):
 
     steps = one(*[[]] * 4, [normalizers.NFC()], [normalizers.NFKC(), normalizers.Lowercase()])
     is_lossy = bool(steps) or not (is_bytes or has_bytes)
-    splits = one([], [pre_tokenizers.Digits(individual_digits=True)], [pre_tokenizers.Punctuation()])
+    splits = one(
+        [], [pre_tokenizers.Digits(individual_digits=True)], [pre_tokenizers.Punctuation()]
+    )
     prefix = one("always", "first", "never", "never")
     adds_spaces = prefix != "never"
     if kind == "bytes":
-        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=adds_spaces, use_regex=one(True, False)))
+        splits.append(
+            pre_tokenizers.ByteLevel(add_prefix_space=adds_spaces, use_regex=one(True, False))
+        )
         joins = [decoders.ByteLevel()]
     elif kind == "metaspace":
         splits.append(pre_tokenizers.Metaspace("▁", prefix, split=one(True, False)))
         joins = [decoders.ByteFallback()] * has_bytes + [decoders.Metaspace("▁", prefix)]
     else:
         steps = [*steps, *[normalizers.Prepend("▁")] * (adds_spaces), normalizers.Replace(" ", "▁")]
-        joins = [decoders.Replace("▁", " "), *[decoders.ByteFallback()] * has_bytes, decoders.Fuse()]
+        joins = [
+            decoders.Replace("▁", " "),
+            *[decoders.ByteFallback()] * has_bytes,
+            decoders.Fuse(),
+        ]
     if not refused and random.random() < 0.2:
         refused, odd = one(
             ("Replace", decoders.Replace(Regex("▁"), "_")),
@@ -84,14 +102,19 @@ def draw(random):
         processors.TemplateProcessing(single="[gMASK] <s> $A", special_tokens=named),
         processors.TemplateProcessing(single="<s> $A </s>", special_tokens=named),
         processors.TemplateProcessing(single="$A </s>", special_tokens=named),
-        processors.RobertaProcessing(("</s>", vocab["</s>"]), ("<s>", vocab["<s>"]), add_prefix_space=False),
+        processors.RobertaProcessing(
+            ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"]), add_prefix_space=False
+        ),
         processors.BertProcessing(("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])),
         processors.ByteLevel(trim_offsets=True),
         processors.Sequence([processors.ByteLevel(), begin_with("<s>", vocab["<s>"])]),
     )
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     for token in random.sample(ADDED, len(ADDED)):
-        flags = {name: random.random() < 0.1 for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        flags = {
+            name: random.random() < 0.1
+            for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
+        }
         is_lossy |= flags["lstrip"] or flags["rstrip"] or (flags["normalized"] and "▁" in token)
         backend.add_tokens([AddedToken(token, **flags)])
     if one(True, False):
@@ -101,7 +124,9 @@ def draw(random):
 
 
 def encoded(backend, text):
-    """Return the library's ids with what it puts in front, which a text that begins so does not get again."""
+    """Return the library's ids with what it puts in front, which a text that begins so does not get
+    again.
+    """
     plain, ids = backend.encode(text, add_special_tokens=False).ids, backend.encode(text).ids
     inside = backend.encode("word", add_special_tokens=False).ids
     around = backend.encode("word").ids
@@ -134,7 +159,11 @@ def test_drawn_settings(tmp_path):
             if not is_lossy:
                 joined = b"".join(map(helm_bytes, tokenizer.token_texts(ids))).decode()
                 assert tokenizer.decode(ids) == joined
-                assert joined == text or adds_spaces and joined.replace(" ", "") == text.replace(" ", ""), text
+                assert (
+                    joined == text
+                    or adds_spaces
+                    and joined.replace(" ", "") == text.replace(" ", "")
+                ), text
                 num_exact += not adds_spaces
     assert num_exact > 100
     assert num_refused > 20

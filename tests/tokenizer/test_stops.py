@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from flexgen_helm.errors import RequestError
 from flexgen_helm.tokenizer.stop_strings import CompletionText, StopMatcher
 
-# Few letters, so that stop strings occur and overlap; characters of one to four bytes; a joiner sequence.
+# Few letters, so that stop strings occur and overlap; characters of one to four bytes; a joiner
+# sequence.
 ALPHABET = "ab\n é€👍"
 
 
 def feed(pieces, stops):
-    """Push the pieces as tokens 0, 1, … until a stop; return the text, how many were pushed, and whether it stopped."""
+    """Push the pieces as tokens 0, 1, … until a stop; return the text, how many were pushed, and
+    whether it stopped.
+    """
     matcher = StopMatcher(pieces.__getitem__, stops)
     for pushed, token_id in enumerate(range(len(pieces)), start=1):
         if matcher.push(token_id):
@@ -30,7 +33,8 @@ def reference(pieces, stops):
         if hits:
             text = text[: min(hits)]
             kept = 0
-            # The last kept token is the first one with which the text in front of the stop is complete.
+            # The last kept token is the first one with which the text in front of the stop is
+            # complete.
             while b"".join(pieces[:kept]).decode("utf-8", errors="ignore").find(text) != 0:
                 kept += 1
             return text, kept, pushed
@@ -53,7 +57,9 @@ def test_equals_the_slow_reference(pieces, stops):
     assert (kept.text, pushed) == (text, n_pushed)
     assert kept.token_ids == tuple(range(n_kept))
     assert len(kept.tokens) == n_kept
-    assert stopped == any(stop in b"".join(pieces[:pushed]).decode("utf-8", "replace") for stop in stops)
+    assert stopped == any(
+        stop in b"".join(pieces[:pushed]).decode("utf-8", "replace") for stop in stops
+    )
 
 
 @given(st.lists(st.binary(max_size=4), max_size=12))

@@ -1,4 +1,6 @@
-"""Thinking: told from the answer, whatever the tokens; stop strings, budgets, and thinking without an end."""
+"""Thinking: told from the answer, whatever the tokens; stop strings, budgets, and thinking without
+an end.
+"""
 
 import ast
 import re
@@ -10,18 +12,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.request import Completion, DrawnToken, GenerationRequest, ThinkingFormat, ThinkingMarks
+from flexgen_helm.request import (
+    Completion,
+    DrawnToken,
+    GenerationRequest,
+    ThinkingFormat,
+    ThinkingMarks,
+)
 from flexgen_helm.scheduling.sequence import CompletionState
 from flexgen_helm.tokenizer.thinking import is_unfinished, split_thinking
 from flexgen_helm.tokenizer.token_bytes import helm_bytes, helm_text
 
 
 def helms_parsers():
-    """HELM's parsers of thinking, from the source of a module that needs a package which is not installed."""
+    """HELM's parsers of thinking, from the source of a module that needs a package which is not
+    installed.
+    """
     spec = find_spec("helm")
-    source = Path(next(iter(spec.submodule_search_locations or ()))) / "clients" / "together_client.py"
+    source = (
+        Path(next(iter(spec.submodule_search_locations or ()))) / "clients" / "together_client.py"
+    )
     tree = ast.parse(source.read_text(encoding="utf-8"))
-    tree.body = [part for part in tree.body if getattr(part, "name", "").startswith("_parse_thinking_")]
+    tree.body = [
+        part for part in tree.body if getattr(part, "name", "").startswith("_parse_thinking_")
+    ]
     namespace = {"re": re, "Tuple": tuple}
     exec(compile(tree, str(source), "exec"), namespace)
     return {name: parse for name, parse in namespace.items() if name.startswith("_parse")}
@@ -42,13 +56,18 @@ def cut(text, borders):
 def completion(pieces, reason="endoftext"):
     text = b"".join(pieces).decode(errors="replace")
     ids = tuple(range(len(pieces)))
-    return Completion(text, tuple(map(helm_text, pieces)), ids, tuple(-1.0 - i for i in ids), reason)
+    return Completion(
+        text, tuple(map(helm_text, pieces)), ids, tuple(-1.0 - i for i in ids), reason
+    )
 
 
 def run(pieces, *, inside=False, stop=(), marks=ThinkingMarks()):
     """Draw the pieces, as far as nothing ends the completion and no token is forced."""
     request = GenerationRequest(
-        prompt_token_ids=[1], max_tokens=10**4, stop=stop, thinking=ThinkingFormat(inside, marks=marks)
+        prompt_token_ids=[1],
+        max_tokens=10**4,
+        stop=stop,
+        thinking=ThinkingFormat(inside, marks=marks),
     )
     state = CompletionState(request, 0, pieces.__getitem__)
     for token in range(len(pieces)):
@@ -148,7 +167,8 @@ def test_tokens_and_log_probabilities_are_those_of_the_answer(borders):
     [
         ("Why.\n</think>\n\nParis.", True, "Why.", "Paris."),
         ("<think>\nWhy.\n</think>\n\nParis.", True, "Why.", "Paris."),  # begins twice
-        ("Why.\n</think>\n\nParis.", False, "Why.", "Paris."),  # the template does not say where it begins
+        # the template does not say where it begins
+        ("Why.\n</think>\n\nParis.", False, "Why.", "Paris."),
         ("still thinking", True, "still thinking", ""),
         ("<think>\nstill thinking", False, "still thinking", ""),
         ("Paris.", False, None, "Paris."),
@@ -165,7 +185,9 @@ def test_where_thinking_begins_and_ends(text, inside, thinking, answer):
 # Other marks
 
 CHANNELS = ThinkingMarks("<|channel|>", "<|channel|>final<|message|>")
-RESPONSES = ThinkingMarks("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>")
+RESPONSES = ThinkingMarks(
+    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>"
+)
 ANSWERS = ThinkingMarks("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -177,7 +199,8 @@ ANSWERS = ThinkingMarks("<think>", "</think>", "<answer>", "</answer>")
          "analysis<|message|>Why\nso.<|end|><|start|>assistant", "Paris."),
         (CHANNELS, False, "<|channel|>final<|message|>Paris.", "", "Paris."),
         (CHANNELS, False, "<|channel|>analysis<|message|>Why<|end|>"
-         "<|start|>assistant<|channel|>final <|constrain|>json<|message|>{}", "analysis<|message|>Why<|end|>"
+         "<|start|>assistant<|channel|>final "
+         "<|constrain|>json<|message|>{}", "analysis<|message|>Why<|end|>"
          "<|start|>assistant", "{}"),
         (CHANNELS, False, "<|channel|>final json<|message|>{}", "", "{}"),
         (CHANNELS, False, "<|channel|>finalists<|message|>{}", "finalists<|message|>{}", ""),
@@ -204,21 +227,36 @@ def test_other_marks_part_thinking_from_the_answer(marks, inside, text, thinking
     assert b"".join(map(helm_bytes, rest.tokens)).decode() == answer
     assert len(rest.tokens) == len(rest.token_ids) == len(rest.logprobs)
     assert is_unfinished(completion(pieces), thought_in) == (thinking is not None and not answer)
-    stopped = run(cut(f"{text}\nMore", borders), inside=inside, stop=("\n", "."), marks=marks).result()
-    assert split_thinking(completion([stopped.text.encode()]), thought_in)[1].text == answer.partition(".")[0]
+    stopped = run(
+        cut(f"{text}\nMore", borders), inside=inside, stop=("\n", "."), marks=marks
+    ).result()
+    assert (
+        split_thinking(completion([stopped.text.encode()]), thought_in)[1].text
+        == answer.partition(".")[0]
+    )
 
 
 # The budget
 
 END_IDS = (900, 901, 902)
-VOCABULARY = {900: b"\n</", 901: b"think>", 902: b"\n\n", 1: b"<think>", 2: b"hm ", 3: b"Paris", 4: b"</think>"}
+VOCABULARY = {
+    900: b"\n</",
+    901: b"think>",
+    902: b"\n\n",
+    1: b"<think>",
+    2: b"hm ",
+    3: b"Paris",
+    4: b"</think>",
+}
 
 
 def forced(tokens, budget, inside=False, max_tokens=50):
     """What is forced at each draw of a completion whose model would draw `tokens`."""
     assert b"".join(VOCABULARY[i] for i in END_IDS).decode() == "\n</think>\n\n"
     thinking = ThinkingFormat(inside, budget, END_IDS)
-    request = GenerationRequest(prompt_token_ids=[1], max_tokens=max_tokens, thinking=thinking, temperature=1.0)
+    request = GenerationRequest(
+        prompt_token_ids=[1], max_tokens=max_tokens, thinking=thinking, temperature=1.0
+    )
     state, seen = CompletionState(request, 0, VOCABULARY.__getitem__), []
     for token in tokens:
         params = state.next_sampling()
@@ -236,7 +274,8 @@ def test_a_spent_budget_forces_the_end_of_thinking():
     assert forced([2, 2, 2, 2], 0, inside=True) == [900, 901, 902, no]
     assert forced([1, 2, 4, 3, 3, 3], 2) == [no] * 6  # ended by itself
     assert forced([3, 3, 3, 3], 0) == [no] * 4  # never thought
-    assert forced([1, 2, 2, 2, 2, 2], 2, max_tokens=4) == [no, no, no, 900]  # it counts in max_tokens
+    # it counts in max_tokens
+    assert forced([1, 2, 2, 2, 2, 2], 2, max_tokens=4) == [no, no, no, 900]
 
 
 @given(st.text(), st.binary())

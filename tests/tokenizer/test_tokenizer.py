@@ -1,4 +1,6 @@
-"""What a tokenizer's files say is taken or refused: templates, ends, bytes, code that is never run."""
+"""What a tokenizer's files say is taken or refused: templates, ends, bytes, code that is never
+run.
+"""
 
 import json
 import shutil
@@ -15,14 +17,17 @@ from tests.helpers.tokenizers_by_family import FAMILIES
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind."
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no "
+    "tools') }}{% endif %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}{% if "
+    "add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
 def write(folder, name, content):
     folder.mkdir(exist_ok=True)
-    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    (folder / name).write_text(
+        content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+    )
 
 
 def load(path):
@@ -42,7 +47,12 @@ def folders(tmp_path_factory):
 def test_helm_spelling_and_incomplete_text(folders):
     tokenizer = load(folders["llama2"])
     ids = tokenizer.encode("a🦊", add_special_tokens=False)
-    assert tokenizer.token_texts(ids)[-4:] == [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\xa6", r"bytes:\x8a"]
+    assert tokenizer.token_texts(ids)[-4:] == [
+        r"bytes:\xf0",
+        r"bytes:\x9f",
+        r"bytes:\xa6",
+        r"bytes:\x8a",
+    ]
     assert tokenizer.decode(ids[:-1]) == " a\ufffd"
     assert tokenizer.token_texts([1, 2]) == ["<s>", "</s>"]
     assert tokenizer.token_bytes(tokenizer.vocab_size) == tokenizer.token_bytes(-1) == b""
@@ -84,7 +94,11 @@ def test_code_of_the_checkpoint_is_never_run(folders, tmp_path, kind):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
     write(folder, "tokenizer_config.json", config)
-    write(folder, "evil.py", f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Evil: ...\n")
+    write(
+        folder,
+        "evil.py",
+        f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\nclass Evil: ...\n",
+    )
     try:
         assert load(folder).encode(TEXT) == load(folders[kind]).encode(TEXT)
     except CheckpointError:

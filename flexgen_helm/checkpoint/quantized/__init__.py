@@ -1,1 +1,3 @@
-"""Checkpoints that other tools quantized: each set of stored tensors is read as one floating-point tensor."""
+"""Checkpoints that other tools quantized: each set of stored tensors is read as one floating-point
+tensor.
+"""

@@ -44,7 +44,8 @@ class LogicalTensor:
     dtype: safetensors' name of the type to which its values belong.
     parts: the stored tensors; the first one holds the values.
     published: the same as blocks of a format; None where there is none.
-    read: reads what all rows need, such as scales, and returns what reads rows; None for one in blocks, or plain.
+    read: reads what all rows need, such as scales, and returns what reads rows; None for one in
+        blocks, or plain.
     """
 
     name: str
@@ -74,22 +75,30 @@ class LogicalTensor:
         return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
 
     def tiles(self, rows: Iterable[range]) -> Iterator[torch.Tensor]:
-        """Yield the elements of these rows in order, flat, in floating point; about a tile at a time.
+        """Yield the elements of these rows in order, flat, in floating point; about a tile at a
+        time.
 
-        Values of quantized tensors are float32 products of code and scale, not rounded to `dtype` yet.
+        Values of quantized tensors are float32 products of code and scale, not rounded to `dtype`
+        yet.
         Raises `CheckpointError` if a file is short or has changed.
         """
         read, parts = self.reader(), [*row_tiles(rows, self.width)]
         if self.is_plain or (self.published is not None and self.published.transposed):
             yield from (read(*part).reshape(-1) for part in parts)
         else:
-            yield from computed_ahead(lambda part: read(*part).reshape(-1), parts, MOST_THREADS, stay_alone)
+            yield from computed_ahead(
+                lambda part: read(*part).reshape(-1), parts, MOST_THREADS, stay_alone
+            )
 
     def reader(self) -> ReadRows:
         """Read what all rows need; return what reads rows."""
         if self.published is not None:
             return self._decoded(self.published)
-        return partial(read_rows, self.parts[0], width=self.width) if self.read is None else self.read()
+        return (
+            partial(read_rows, self.parts[0], width=self.width)
+            if self.read is None
+            else self.read()
+        )
 
     def _decoded(self, published: PublishedTensor) -> ReadRows:
         fill, fmt = filler(published, self.title), published.fmt
@@ -109,7 +118,12 @@ class LogicalTensor:
 
         def columns(start: int, count: int) -> torch.Tensor:
             indices = range(start // inputs, -(-(start + count) // inputs))
-            return torch.cat([matrix(i)[max(0, start - i * inputs) : start + count - i * inputs] for i in indices])
+            return torch.cat(
+                [
+                    matrix(i)[max(0, start - i * inputs) : start + count - i * inputs]
+                    for i in indices
+                ]
+            )
 
         return columns
 
@@ -130,7 +144,9 @@ def read_rows(stored: StoredTensor, start: int, count: int, width: int) -> torch
     row_bytes = width * dtype.itemsize
     if not count * row_bytes:
         return torch.empty(count, width, dtype=dtype)
-    return torch.frombuffer(stored.read(start * row_bytes, count * row_bytes), dtype=dtype).view(count, width)
+    return torch.frombuffer(stored.read(start * row_bytes, count * row_bytes), dtype=dtype).view(
+        count, width
+    )
 
 
 def read_all(stored: StoredTensor) -> torch.Tensor:
@@ -138,46 +154,70 @@ def read_all(stored: StoredTensor) -> torch.Tensor:
     return read_rows(stored, 0, 1, prod(stored.shape)).view(stored.shape)
 
 
-def require(stored: StoredTensor, types: tuple[str, ...], shape: tuple[int, ...] | None = None) -> None:
-    """Raise `CheckpointError` if a stored tensor has another type, or another shape where one is given."""
+def require(
+    stored: StoredTensor, types: tuple[str, ...], shape: tuple[int, ...] | None = None
+) -> None:
+    """Raise `CheckpointError` if a stored tensor has another type, or another shape where one is
+    given.
+    """
     if stored.dtype not in types:
-        raise CheckpointError(f"{stored.title} has the type {stored.dtype}; expected is {' or '.join(types)}")
+        raise CheckpointError(
+            f"{stored.title} has the type {stored.dtype}; expected is {' or '.join(types)}"
+        )
     if shape is not None and stored.shape != shape:
         raise CheckpointError(
-            f"{stored.title} has the shape {list(stored.shape)}, but the tensors beside it ask for {list(shape)}"
+            f"{stored.title} has the shape {list(stored.shape)}, but the tensors beside it ask for "
+            f"{list(shape)}"
         )
 
 
-# ---- stored tensors that nothing reads: known to change no number, another model's, or refused by name ----
+# ---- stored tensors that nothing reads: known to change no number, another model's, or refused by
+# name ----
 
 # Buffers that older releases stored: frequencies of rotations, causal masks, numbers of positions.
-_BUFFERS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(masked_)?bias|position_ids)$")
+_BUFFERS = re.compile(
+    r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(masked_)?bias|position_ids)$"
+)
 
 
 def check_unread(tensors: Iterable[LogicalTensor], read: Collection[str], path: Path) -> None:
-    """Refuse tensors that would change what a module computes, and report other models' beside this one.
+    """Refuse tensors that would change what a module computes, and report other models' beside this
+    one.
 
     tensors: all stored ones but those that are known to change no number.
     read: stored names of the tensors that the model consists of.
 
-    Raises `CheckpointError` for one inside a module of the model, such as a bias, a norm, or an adapter. Biases of
-    zeros are none: some tools write them for every quantized weight.
+    Raises `CheckpointError` for one inside a module of the model, such as a bias, a norm, or an
+    adapter. Biases of zeros are none: some tools write them for every quantized weight.
     """
     modules = {name.rpartition(".")[0] for name in read}
-    modules |= {module for name in read for module in _modules(name) if re.search(r"\.\d+(\.|$)", module)}
-    unread = [tensor for tensor in tensors if tensor.name not in read and not _BUFFERS.search(tensor.name)]
+    modules |= {
+        module for name in read for module in _modules(name) if re.search(r"\.\d+(\.|$)", module)
+    }
+    unread = [
+        tensor for tensor in tensors if tensor.name not in read and not _BUFFERS.search(tensor.name)
+    ]
     inside = [
-        tensor for tensor in unread if not modules.isdisjoint(_modules(tensor.name)) and not _is_zero_bias(tensor)
+        tensor
+        for tensor in unread
+        if not modules.isdisjoint(_modules(tensor.name)) and not _is_zero_bias(tensor)
     ]
     if inside:
         more = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
         raise CheckpointError(
-            f"{inside[0].title}{more} would change what is computed, but the model that its config.json describes "
-            f"has no such tensor; correct the file, or merge an adapter into its base"
+            f"{inside[0].title}{more} would change what is computed, but the model that its "
+            "config.json describes has no such tensor; correct the file, or merge an adapter into "
+            "its base"
         )
-    if parts := sorted({_part(tensor.name) for tensor in unread if modules.isdisjoint(_modules(tensor.name))}):
+    if parts := sorted(
+        {_part(tensor.name) for tensor in unread if modules.isdisjoint(_modules(tensor.name))}
+    ):
         named = ", ".join(parts[:4]) + (", …" if len(parts) > 4 else "")
-        report(Message(f"{path} also has tensors that are no part of the model and are not used: {named}"))
+        report(
+            Message(
+                f"{path} also has tensors that are no part of the model and are not used: {named}"
+            )
+        )
 
 
 def _modules(name: str) -> list[str]:

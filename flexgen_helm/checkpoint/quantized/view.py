@@ -1,4 +1,6 @@
-"""The tensors of a model as if they had never been quantized: stored sets -> one logical tensor each."""
+"""The tensors of a model as if they had never been quantized: stored sets -> one logical tensor
+each.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ _INDICES = ("I32", "I64")
 
 @dataclass(frozen=True)
 class QuantizedGroup:
-    """Stored tensors that are one matrix of the model. first: the tensor whose name or type announces it."""
+    """Stored tensors that are one matrix of the model. first: the tensor whose name or type
+    announces it.
+    """
 
     first: StoredTensor
     stored: Mapping[str, StoredTensor]
@@ -64,14 +68,18 @@ class QuantizedGroup:
         """Return the first tensor that exists of these; raises `CheckpointError` if none does."""
         part = self.optional(*names)
         if part is None:
-            raise CheckpointError(f"{self.first.title} is quantized, but its {names[0]} is missing; fetch it again")
+            raise CheckpointError(
+                f"{self.first.title} is quantized, but its {names[0]} is missing; fetch it again"
+            )
         return part
 
     def optional(self, *names: str) -> StoredTensor | None:
         return next((self.stored[name] for name in names if name in self.stored), None)
 
     def zero_point(self, name: str) -> StoredTensor | None:
-        """Return the zero points that compressed-tensors stores, which must be there if codes are not symmetric."""
+        """Return the zero points that compressed-tensors stores, which must be there if codes are
+        not symmetric.
+        """
         find = self.part if self.quantization.symmetric is False else self.optional
         return find(f"{name}_zero_point")
 
@@ -83,7 +91,8 @@ class QuantizedGroup:
 def logical_tensors(
     stored: Mapping[str, StoredTensor], quantization: Quantization | None, path: Path
 ) -> dict[str, LogicalTensor]:
-    """Return name -> tensor of the model, in the stored order; without `quantization` all are plain.
+    """Return name -> tensor of the model, in the stored order; without `quantization` all are
+    plain.
 
     Raises `CheckpointError` for a set that is incomplete or has shapes or types that do not fit.
     """
@@ -93,11 +102,17 @@ def logical_tensors(
     found = (read_set(QuantizedGroup(first, stored, quantization)) for first in stored.values())
     quantized = [tensor for tensor in found if tensor is not None]
     parts = {part.name for tensor in quantized for part in tensor.parts}
-    plain = [plain_tensor(t) for name, t in stored.items() if name not in parts and not name.endswith(_UNUSED)]
+    plain = [
+        plain_tensor(t)
+        for name, t in stored.items()
+        if name not in parts and not name.endswith(_UNUSED)
+    ]
     tensors: dict[str, LogicalTensor] = {}
     for tensor in (*plain, *quantized):
         if tensor.name in tensors:
-            raise CheckpointError(f"{path} has {tensor.name} twice: plain, and quantized in {tensor.title}")
+            raise CheckpointError(
+                f"{path} has {tensor.name} twice: plain, and quantized in {tensor.title}"
+            )
         tensors[tensor.name] = tensor
     return tensors
 
@@ -107,9 +122,11 @@ def logical_tensors(
 
 @dataclass(frozen=True)
 class _Scaling:
-    """value[i, j] = (code[i, j] - zero point) * (scale[i // block rows, j // block columns] / global scale) * factor.
+    """value[i, j] = (code[i, j] - zero point) * (scale[i // block rows, j // block columns] /
+    global scale) * factor.
 
-    scale: one for all; one for each of the leading indices or rows; or a grid over the last two dimensions.
+    scale: one for all; one for each of the leading indices or rows; or a grid over the last two
+        dimensions.
     block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
     zero_point: of the scales' shape; None if all are zero.
     kind, shape: of the codes, where several are in a byte or word; see `scaled_format`.
@@ -126,7 +143,12 @@ class _Scaling:
 
 def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
     """Return the tensor whose codes, [..., rows, columns], are the group's first tensor."""
-    codes, scale, zero_point, divisor = group.first, scaling.scale, scaling.zero_point, scaling.global_scale
+    codes, scale, zero_point, divisor = (
+        group.first,
+        scaling.scale,
+        scaling.zero_point,
+        scaling.global_scale,
+    )
     shape = scaling.shape or codes.shape
     parts = tuple(part for part in (codes, scale, divisor, zero_point) if part is not None)
     require(scale, _SCALES)
@@ -135,24 +157,42 @@ def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTenso
     if zero_point is not None:
         require(zero_point, (codes.dtype,), scale.shape)
     if len(shape) < 2:
-        raise CheckpointError(f"{title_of(parts)}: a quantized tensor needs two dimensions, not {list(shape)}")
+        raise CheckpointError(
+            f"{title_of(parts)}: a quantized tensor needs two dimensions, not {list(shape)}"
+        )
     grid, (same_rows, shared) = _grid(scaling, shape, title_of(parts))
     (*leading, rows, width), kind = shape, "F8_E8M0" if scale.dtype == "U8" else scale.dtype
     options = {"has_zero": zero_point is not None, "is_divided": divisor is not None}
-    fmt = scaled_format(scaling.kind or codes.dtype, kind, width, shared, factor=scaling.factor, **options)
+    fmt = scaled_format(
+        scaling.kind or codes.dtype, kind, width, shared, factor=scaling.factor, **options
+    )
     if fmt is None:
-        raise CheckpointError(f"{title_of(parts)}: nothing here reads {codes.dtype} with a scale for {shared} values")
+        raise CheckpointError(
+            f"{title_of(parts)}: nothing here reads {codes.dtype} with a scale for {shared} values"
+        )
     size, scales = SCALE_BYTES[kind], max(1, fmt.block_values // shared)
     # All matrices of a stack have the same scales, or each its own.
-    at_row = same_rows, max(1, shared // fmt.block_values), rows, grid[-2] if prod(grid[:-2]) > 1 else 0
+    at_row = (
+        same_rows,
+        max(1, shared // fmt.block_values),
+        rows,
+        grid[-2] if prod(grid[:-2]) > 1 else 0,
+    )
     planes = [StoredPlane(scale.file, scale.offset, grid[-1] * size, scales * size, *at_row)]
     if zero_point is not None:
         planes.append(StoredPlane(zero_point.file, zero_point.offset, grid[-1], scales, *at_row))
     if divisor is not None:
-        planes.insert(0, StoredPlane(divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0))
+        planes.insert(
+            0,
+            StoredPlane(
+                divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0
+            ),
+        )
     row_bytes = codes.size // max(1, prod(leading) * rows)
     planes.append(StoredPlane(codes.file, codes.offset, row_bytes, fmt.code_bytes))
-    return LogicalTensor(name, shape, group.dtype(scale), parts, PublishedTensor(fmt, tuple(planes)))
+    return LogicalTensor(
+        name, shape, group.dtype(scale), parts, PublishedTensor(fmt, tuple(planes))
+    )
 
 
 def _fp4(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
@@ -161,8 +201,12 @@ def _fp4(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
     return _scaled(group, name, replace(scaling, kind="FP4", shape=shape))
 
 
-def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the scales' shape with as many dimensions as the tensor's, and the rows and columns that share a scale."""
+def _grid(
+    scaling: _Scaling, shape: tuple[int, ...], title: str
+) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the scales' shape with as many dimensions as the tensor's, and the rows and columns
+    that share a scale.
+    """
     scale_shape, sizes = scaling.scale.shape, shape[-2:]
     missing = len(shape) - len(scale_shape)
     grid = (1,) * len(shape) if prod(scale_shape) == 1 else (*scale_shape, *[1] * missing)
@@ -170,75 +214,100 @@ def _grid(scaling: _Scaling, shape: tuple[int, ...], title: str) -> tuple[tuple[
     fits = len(grid) == len(shape) and grid[:-2] in (shape[:-2], (1,) * len(shape[:-2]))
     fits = fits and (missing <= 0 or all(size in (1, full) for size, full in zip(grid, shape)))
     block = scaling.block
-    # The last block of a row or column may be cut off, so the shapes alone can mislead: 24 rows in 2 blocks of 16.
+    # The last block of a row or column may be cut off, so the shapes alone can mislead: 24 rows in
+    # 2 blocks of 16.
     if block is None or grid[-2:] != (-(-sizes[0] // block[0]), -(-sizes[1] // block[1])):
         block = sizes[0] // max(1, grid[-2]), sizes[1] // max(1, grid[-1])
         fits = fits and (grid[-2] * block[0], grid[-1] * block[1]) == sizes
     if not fits:
-        raise CheckpointError(f"{title}: scales of shape {list(scale_shape)} do not fit weights of {list(shape)}")
+        raise CheckpointError(
+            f"{title}: scales of shape {list(scale_shape)} do not fit weights of {list(shape)}"
+        )
     return grid, block
 
 
 def _mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
-    """gpt-oss: x_blocks [expert, out, groups, 16 bytes] and x_scales [expert, out, groups] are x [expert, in, out]."""
+    """gpt-oss: x_blocks [expert, out, groups, 16 bytes] and x_scales [expert, out, groups] are x
+    [expert, in, out].
+    """
     stem = group.stem("_blocks")
     if stem is None:
         return None
     blocks, scales = group.first, group.part(f"{stem}_scales")
     if blocks.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[:-1] != scales.shape:
         raise CheckpointError(
-            f"{blocks.title} has {blocks.dtype} {list(blocks.shape)}, which does not fit scales of {list(scales.shape)}"
+            f"{blocks.title} has {blocks.dtype} {list(blocks.shape)}, which does not fit scales of "
+            f"{list(scales.shape)}"
         )
     *leading, outputs, groups, num_bytes = blocks.shape
     stored = _scaled(
-        group, stem, _Scaling(scales, kind="FP4", shape=(*leading, outputs, inputs := 2 * groups * num_bytes))
+        group,
+        stem,
+        _Scaling(scales, kind="FP4", shape=(*leading, outputs, inputs := 2 * groups * num_bytes)),
     )
     assert stored.published is not None
-    return replace(stored, shape=(*leading, inputs, outputs), published=replace(stored.published, transposed=True))
+    return replace(
+        stored,
+        shape=(*leading, inputs, outputs),
+        published=replace(stored.published, transposed=True),
+    )
 
 
 def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
-    """x in FP8 with x_scale_inv or x_scale, which both multiply; FP4 experts are I8 with scales of bytes."""
+    """x in FP8 with x_scale_inv or x_scale, which both multiply; FP4 experts are I8 with scales of
+    bytes.
+    """
     codes = group.first
     if codes.dtype not in (*_FP8, "I8") or codes.name.endswith(("_scale_inv", ".scale", "_scale")):
         return None
     stem = codes.name.removesuffix(".weight")
-    scale = group.part(f"{codes.name}_scale_inv", f"{codes.name}_scale", f"{stem}.scale", f"{stem}.qscale_weight")
+    scale = group.part(
+        f"{codes.name}_scale_inv", f"{codes.name}_scale", f"{stem}.scale", f"{stem}.qscale_weight"
+    )
     if codes.dtype == "I8":
         return _fp4(group, codes.name, _Scaling(scale, group.quantization.block))
     return _scaled(group, codes.name, _Scaling(scale, group.quantization.block))
 
 
-# ---- integers of 2, 3, 4, or 8 bits in words of 32, with scales and zero points for groups of inputs ----
+# ---- integers of 2, 3, 4, or 8 bits in words of 32, with scales and zero points for groups of
+# inputs ----
 
 # AWQ, gemm layout: where column j of each eight begins in the word.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-# What reads a set once: rows of words [count, in * bits / 32]; zero points and scales [out, groups].
+# What reads a set once: rows of words [count, in * bits / 32]; zero points and scales [out,
+# groups].
 _Parts = tuple[ReadRows, torch.Tensor, torch.Tensor]
 
 
 def _unpack(words: torch.Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the integers of the streams of bits in words [n, columns]: int32 [32 n / bits, columns].
+    """Return the integers of the streams of bits in words [n, columns]: int32 [32 n / bits,
+    columns].
 
     shifts: where the integers of a word begin; None for one after the other.
     """
     if 32 % bits:
         stream = (words.unsqueeze(1) >> torch.arange(32)[:, None] & 1).flatten(0, 1)
-        integers = stream[: len(stream) // bits * bits].unflatten(0, (-1, bits)) << torch.arange(bits)[:, None]
+        integers = (
+            stream[: len(stream) // bits * bits].unflatten(0, (-1, bits))
+            << torch.arange(bits)[:, None]
+        )
         return integers.sum(1, dtype=torch.int32)
     begin = torch.tensor(shifts or range(0, 32, bits), dtype=torch.int32)
     return (words.unsqueeze(1) >> begin[:, None] & (1 << bits) - 1).flatten(0, 1)
 
 
 def _group_size(group: QuantizedGroup, inputs: int, scale: StoredTensor, num_groups: int) -> int:
-    """Return how many inputs share a scale: as configured, the last group cut off, or groups of equal lengths."""
+    """Return how many inputs share a scale: as configured, the last group cut off, or groups of
+    equal lengths.
+    """
     configured = group.quantization.group_sizes
     sizes = {size for size in configured if -(-inputs // size) == num_groups}
     if num_groups == 1 or (num_groups and not configured and inputs % num_groups == 0):
         sizes = {inputs // num_groups}
     if len(sizes) != 1:
         raise CheckpointError(
-            f"{scale.title} has {num_groups} groups for {inputs} inputs, but config.json has group sizes {configured}"
+            f"{scale.title} has {num_groups} groups for {inputs} inputs, but config.json has group "
+            f"sizes {configured}"
         )
     return sizes.pop()
 
@@ -250,47 +319,70 @@ def _grouped(
     parts: tuple[StoredTensor, ...],
     read: Callable[[], _Parts],
 ) -> LogicalTensor:
-    """Return the tensor (code - zero point) * scale, whose inputs share scale and zero point by group.
+    """Return the tensor (code - zero point) * scale, whose inputs share scale and zero point by
+    group.
 
     parts: codes, scales, and others. A g_idx [in] among them has the group of each input.
     """
     scale, inputs, quantization = parts[1], shape[1], group.quantization
     in_rows = parts[0].name.endswith("_packed")
-    has_zeros = any("zero_point" in part.name for part in parts) if in_rows else not quantization.symmetric
+    has_zeros = (
+        any("zero_point" in part.name for part in parts) if in_rows else not quantization.symmetric
+    )
     num_groups = scale.shape[in_rows]
     g_idx = next((part for part in parts if part.name.endswith("g_idx")), None)
     if g_idx is not None:
         require(g_idx, _INDICES, (inputs,))
     elif quantization.act_order and num_groups > 1:
-        raise CheckpointError(f"{parts[0].title} has groups of sorted inputs, but its g_idx is missing; fetch it again")
+        raise CheckpointError(
+            f"{parts[0].title} has groups of sorted inputs, but its g_idx is missing; fetch it "
+            "again"
+        )
     size = _group_size(group, inputs, scale, num_groups)
     in_order = torch.arange(inputs) // size
     index = in_order if g_idx is None else read_all(g_idx).long()
-    if quantization.act_order is False and not index.any():  # some programs store zeros for groups in order
+    # some programs store zeros for groups in order
+    if quantization.act_order is False and not index.any():
         index = in_order
     name, kind = group.first.name.rpartition(".")[0] + ".weight", f"U{bits}"
     tensor = LogicalTensor(name, shape, group.dtype(scale), parts)
-    fmt = scaled_format(kind, scale.dtype, inputs, size, has_zero=has_zeros) if torch.equal(index, in_order) else None
+    fmt = (
+        scaled_format(kind, scale.dtype, inputs, size, has_zero=has_zeros)
+        if torch.equal(index, in_order)
+        else None
+    )
     if fmt is None:
         return replace(tensor, read=lambda: _indexed(index, bits, parts, read()))
     if in_rows and not has_zeros:
-        return replace(_scaled(group, name, _Scaling(scale, (1, size), kind=kind, shape=shape)), parts=parts)
-    return replace(tensor, published=PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, size, read())))
+        return replace(
+            _scaled(group, name, _Scaling(scale, (1, size), kind=kind, shape=shape)), parts=parts
+        )
+    return replace(
+        tensor, published=PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, size, read()))
+    )
 
 
-def _indexed(index: torch.Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts) -> ReadRows:
-    """Return what reads values of inputs whose groups are not in order; index: the group of each."""
+def _indexed(
+    index: torch.Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts
+) -> ReadRows:
+    """Return what reads values of inputs whose groups are not in order; index: the group of
+    each.
+    """
     words, zeros, scales = parts
     inputs, num_groups = len(index), scales.shape[1]
     if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
         raise CheckpointError(f"{stored[-1].title} names groups outside 0 to {num_groups - 1}")
     if (named := len(index.unique())) < num_groups:
         raise CheckpointError(
-            f"{stored[-1].title} names {named} of {num_groups} groups, so that scales would not be used; quantize again"
+            f"{stored[-1].title} names {named} of {num_groups} groups, so that scales would not be "
+            "used; quantize again"
         )
 
     def rows(start: int, count: int) -> torch.Tensor:
-        codes, of_rows = _unpack(words(start, count).t(), bits)[:inputs].t(), slice(start, start + count)
+        codes, of_rows = (
+            _unpack(words(start, count).t(), bits)[:inputs].t(),
+            slice(start, start + count),
+        )
         return (codes - zeros[of_rows][:, index]).float() * scales[of_rows][:, index].float()
 
     return rows
@@ -316,13 +408,16 @@ def _laid_out(fmt: BlockFormat, size: int, parts: _Parts) -> FillRows:
 
 
 def _packed_parts(group: QuantizedGroup) -> tuple[StoredTensor, ...] | None:
-    """Return x.qweight, x.scales, x.qzeros, and x.g_idx if there is one; None if the first tensor is no qweight.
+    """Return x.qweight, x.scales, x.qzeros, and x.g_idx if there is one; None if the first tensor
+    is no qweight.
 
     Raises `CheckpointError` for scales without weights: AWQ's of activations.
     """
     owner = group.stem(".scales")
     if owner is not None and group.optional(f"{owner}.qweight") is None:
-        raise CheckpointError(f"{group.first.title} has no {owner}.qweight; scales of activations cannot be used")
+        raise CheckpointError(
+            f"{group.first.title} has no {owner}.qweight; scales of activations cannot be used"
+        )
     stem = group.stem(".qweight")
     if stem is None:
         return None
@@ -330,12 +425,16 @@ def _packed_parts(group: QuantizedGroup) -> tuple[StoredTensor, ...] | None:
     for part, types in zip(parts, (("I32",), _FLOATS, ("I32",)), strict=True):
         require(part, types)
         if len(part.shape) != 2:
-            raise CheckpointError(f"{part.title} has the shape {list(part.shape)}; expected is a matrix")
+            raise CheckpointError(
+                f"{part.title} has the shape {list(part.shape)}; expected is a matrix"
+            )
     return parts
 
 
 def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
-    """GPTQ: qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], g_idx [in]."""
+    """GPTQ: qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out],
+    g_idx [in].
+    """
     parts = _packed_parts(group)
     if parts is None:
         return None
@@ -344,7 +443,8 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
     bits = qzeros.shape[1] * 32 // max(1, outputs)
     if bits not in (2, 3, 4, 8) or outputs * bits != qzeros.shape[1] * 32:
         raise CheckpointError(
-            f"{qzeros.title} has {qzeros.shape[1]} words for {outputs} outputs: not 2, 3, 4 or 8 bits each"
+            f"{qzeros.title} has {qzeros.shape[1]} words for {outputs} outputs: not 2, 3, 4 or 8 "
+            "bits each"
         )
     inputs = qweight.shape[0] * 32 // bits
     require(qweight, ("I32",), (inputs * bits // 32, outputs))
@@ -353,15 +453,21 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
 
     def read() -> _Parts:
         words, zeros = read_all(qweight).t(), _unpack(read_all(qzeros).t(), bits)
-        if group.quantization.symmetric:  # fixes the zero point, whichever version of the format stored it
+        # fixes the zero point, whichever version of the format stored it
+        if group.quantization.symmetric:
             half = 1 << (bits - 1)
             if {int(zero) for zero in zeros.aminmax()} not in ({half}, {half - 1}):
                 raise CheckpointError(
-                    f"{qzeros.title} has zero points from {int(zeros.min())} to {int(zeros.max())}, but 'sym' in "
-                    f"config.json means {half} for all; set 'sym' to false if they are meant"
+                    f"{qzeros.title} has zero points from {int(zeros.min())} to "
+                    f"{int(zeros.max())}, but 'sym' in config.json means {half} for all; set 'sym' "
+                    "to false if they are meant"
                 )
             zeros = torch.full_like(zeros, half - offset)
-        return lambda start, count: words[start : start + count], (zeros + offset) & mask, read_all(scales).t()
+        return (
+            lambda start, count: words[start : start + count],
+            (zeros + offset) & mask,
+            read_all(scales).t(),
+        )
 
     g_idx = group.optional(qweight.name.removesuffix("qweight") + "g_idx")
     parts = parts if g_idx is None else (*parts, g_idx)
@@ -369,7 +475,9 @@ def _gptq(group: QuantizedGroup) -> LogicalTensor | None:
 
 
 def _awq(group: QuantizedGroup) -> LogicalTensor | None:
-    """AWQ, gemm layout: qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], 4 bits."""
+    """AWQ, gemm layout: qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], 4
+    bits.
+    """
     parts = _packed_parts(group)
     if parts is None:
         return None
@@ -394,7 +502,8 @@ def _awq(group: QuantizedGroup) -> LogicalTensor | None:
 
 
 def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTensor:
-    """compressed-tensors, pack-quantized: weight_packed [out, in * bits / 32], weight_scale [out, groups].
+    """compressed-tensors, pack-quantized: weight_packed [out, in * bits / 32], weight_scale [out,
+    groups].
 
     Codes and zero points have 4 or 8 bits, are signed, and are stored with 2 ** (bits - 1) added.
     weight_zero_point: [out * bits / 32, groups], in early files unpacked; without it all are zero.
@@ -406,11 +515,13 @@ def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTen
     require(scale, _FLOATS)
     require(true_shape, _INDICES, (2,))
     outputs, inputs = (int(size) for size in read_all(true_shape))
-    bits = next((bits for bits in (4, 8) if packed.shape == (outputs, -(-inputs * bits // 32))), None)
+    bits = next(
+        (bits for bits in (4, 8) if packed.shape == (outputs, -(-inputs * bits // 32))), None
+    )
     if bits is None or len(scale.shape) != 2 or scale.shape[0] not in (1, outputs):
         raise CheckpointError(
-            f"{title_of(parts)}: shapes {list(packed.shape)} and {list(scale.shape)} do not fit 4 or 8 bits of "
-            f"{outputs} x {inputs}"
+            f"{title_of(parts)}: shapes {list(packed.shape)} and {list(scale.shape)} do not fit 4 "
+            f"or 8 bits of {outputs} x {inputs}"
         )
     groups, zero_point = scale.shape[1], more[0]
     if zero_point is not None:
@@ -425,20 +536,28 @@ def _packed(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTen
             zeros = read_all(zero_point).int() + offset
         else:
             zeros = _unpack(read_all(zero_point), bits)[:outputs]
-        return partial(read_rows, packed, width=packed.shape[1]), zeros, read_all(scale).expand(outputs, -1)
+        return (
+            partial(read_rows, packed, width=packed.shape[1]),
+            zeros,
+            read_all(scale).expand(outputs, -1),
+        )
 
     return _grouped(group, (outputs, inputs), bits, parts, read)
 
 
 def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
-    """compressed-tensors: weight_packed in words is integers, in bytes FP4; weight in one byte is FP8 or INT8."""
+    """compressed-tensors: weight_packed in words is integers, in bytes FP4; weight in one byte is
+    FP8 or INT8.
+    """
     first, quantization = group.first, group.quantization
     stem = group.stem(".weight_packed")
     if stem is not None:
         scale = group.part(f"{stem}.weight_scale")
         if first.dtype != "U8":
             return _packed(group, stem, scale)
-        global_scale = group.part(f"{stem}.weight_global_scale") if scale.dtype == "F8_E4M3" else None
+        global_scale = (
+            group.part(f"{stem}.weight_global_scale") if scale.dtype == "F8_E4M3" else None
+        )
         return _fp4(group, f"{stem}.weight", _Scaling(scale, global_scale=global_scale))
     if first.dtype not in (*_FP8, "I8") or not first.name.endswith("weight"):
         return None
@@ -447,7 +566,8 @@ def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
     return _scaled(group, first.name, _Scaling(scale, block, zero_point=zero_point))
 
 
-# ---- bitsandbytes: int8, or codes of 4 bits that name values of a table, in blocks of their own scale ----
+# ---- bitsandbytes: int8, or codes of 4 bits that name values of a table, in blocks of their own
+# scale ----
 
 
 def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
@@ -458,7 +578,9 @@ def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
     if group.first.dtype == "I8":
         layout = group.optional(f"{stem}.weight_format")
         if layout is not None and any(layout.read(0, layout.size)):
-            raise CheckpointError(f"{layout.title}: rows of int8 are permuted for one kind of GPU; use the original")
+            raise CheckpointError(
+                f"{layout.title}: rows of int8 are permuted for one kind of GPU; use the original"
+            )
         return _scaled(group, name, _Scaling(group.part(f"{stem}.SCB"), factor=1 / 127))
     states = [f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
     if group.first.dtype != "U8" and group.optional(*states) is None:
@@ -467,7 +589,8 @@ def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
 
 
 def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
-    """NF4 or FP4: flat codes, two a byte, the upper four bits first; value = table[code] * absmax[block].
+    """NF4 or FP4: flat codes, two a byte, the upper four bits first; value = table[code] *
+    absmax[block].
 
     state: JSON with shape, type, and block sizes.
     """
@@ -475,7 +598,11 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
     table, absmax = group.part(f"{name}.quant_map"), group.part(f"{name}.absmax")
     # Table and scales of absmax, if that is quantized too, with 8 bits.
     is_nested = absmax.dtype == "U8"
-    nested = [group.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")] if is_nested else []
+    nested = (
+        [group.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")]
+        if is_nested
+        else []
+    )
     require(state, ("U8",))
     try:
         settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
@@ -490,7 +617,9 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
     blocks = -(-outputs * inputs // block)
     if codes.size != -(-outputs * inputs // 2):
-        raise CheckpointError(f"{codes.title} has {codes.size} bytes, too few or too many for {outputs} x {inputs}")
+        raise CheckpointError(
+            f"{codes.title} has {codes.size} bytes, too few or too many for {outputs} x {inputs}"
+        )
     require(absmax, ("U8" if is_nested else "F32",), (blocks,))
     require(table, ("F32",), (16,))
     for stored, size in zip(nested, (256, -(-blocks // nested_block)), strict=False):
@@ -499,11 +628,18 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
     fmt = scaled_format(kind, "F32", inputs, block, table=tuple(read_all(table).tolist()))
     if fmt is None or fmt.scales[0].count > 1:
         raise CheckpointError(
-            f"{codes.title} has rows of {inputs} values in blocks of {block}, which nothing here reads"
+            f"{codes.title} has rows of {inputs} values in blocks of {block}, which nothing here "
+            "reads"
         )
     tensor = LogicalTensor(name, (outputs, inputs), dtype, (codes, absmax, table, state, *nested))
     if not nested and inputs % block == 0:
-        scales = StoredPlane(absmax.file, absmax.offset, inputs // block * 4, 4, same_blocks=block // fmt.block_values)
+        scales = StoredPlane(
+            absmax.file,
+            absmax.offset,
+            inputs // block * 4,
+            4,
+            same_blocks=block // fmt.block_values,
+        )
         code_plane = StoredPlane(codes.file, codes.offset, inputs // 2, fmt.code_bytes)
         return replace(tensor, published=PublishedTensor(fmt, (scales, code_plane)))
 
@@ -511,14 +647,19 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         scales = read_all(absmax)
         if nested:
             nested_table, nested_scale = (read_all(part) for part in nested)
-            scales = nested_table[scales.long()] * nested_scale[torch.arange(blocks) // nested_block] + offset
+            scales = (
+                nested_table[scales.long()] * nested_scale[torch.arange(blocks) // nested_block]
+                + offset
+            )
 
         def fill(start: int, out: torch.Tensor) -> None:
             rows = out.view(len(out), -1, fmt.block_bytes)
             first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
             rows[..., :4] = scales[first // block].view(torch.uint8).view(len(out), -1, 4)
             data = codes.read(start * inputs // 2, len(out) * inputs // 2)
-            rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(len(out), -1, fmt.code_bytes)
+            rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(
+                len(out), -1, fmt.code_bytes
+            )
 
         return fill
 

@@ -1,4 +1,6 @@
-"""What an architecture's module provides: `Architecture`, and where checkpoints store each canonical tensor."""
+"""What an architecture's module provides: `Architecture`, and where checkpoints store each
+canonical tensor.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ class TensorSource:
     """Where a checkpoint stores a canonical tensor.
 
     name: stored name; `{i}` is the layer, `{e}` the expert.
-    rope_heads: the stored rows interleave the halves of every head, which `num_heads` ('q') or `num_kv_heads` ('kv')
-        counts, and must be separated (GGUF files of Llama).
-    fused: last parts of the canonical names that share the stored tensor, in order: ('q', 'k', 'v').
+    rope_heads: the stored rows interleave the halves of every head, which `num_heads` ('q') or
+        `num_kv_heads` ('kv') counts, and must be separated (GGUF files of Llama).
+    fused: last parts of the canonical names that share the stored tensor, in order: ('q', 'k',
+        'v').
     by_head: fused tensors alternate head by head instead of following each other as a whole.
     experts: the stored tensor holds all experts, one after the other.
     transposed: the matrix is stored [in, out].
@@ -35,9 +38,15 @@ def sources(names: Mapping[str, str], **how: Any) -> dict[str, TensorSource]:
     return {canonical: TensorSource(name, **how) for canonical, name in names.items()}
 
 
-def fused_sources(owner: str, parts: tuple[str, ...], name: str, **how: Any) -> dict[str, TensorSource]:
-    """Canonical name -> source of each of the `parts` of `owner` that share the stored tensor `name`."""
-    return dict.fromkeys((f"{owner}.{part}" for part in parts), TensorSource(name, fused=parts, **how))
+def fused_sources(
+    owner: str, parts: tuple[str, ...], name: str, **how: Any
+) -> dict[str, TensorSource]:
+    """Canonical name -> source of each of the `parts` of `owner` that share the stored tensor
+    `name`.
+    """
+    return dict.fromkeys(
+        (f"{owner}.{part}" for part in parts), TensorSource(name, fused=parts, **how)
+    )
 
 
 @dataclass(frozen=True)
@@ -46,15 +55,18 @@ class Architecture:
 
     name: value of `ModelConfig.architecture`, and `model_type` in `config.json`.
     hf_names: entries of "architectures" in `config.json`; the first one is shown to users.
-    read_config: content of `config.json` -> `ModelConfig`. Raises `UnsupportedArchitectureError` for a feature that the
-        record cannot express, KeyError for a missing entry.
-    tensors: canonical name, with `{i}` and `{e}` -> where safetensors files store it. Keys without `.weight` and
-        `.bias` stand for both.
+    read_config: content of `config.json` -> `ModelConfig`. Raises `UnsupportedArchitectureError`
+        for a feature that the record cannot express, KeyError for a missing entry.
+    tensors: canonical name, with `{i}` and `{e}` -> where safetensors files store it. Keys without
+        `.weight` and `.bias` stand for both.
     prefixes: of stored names; exports of the same weights differ in them.
-    gguf_names: values of `general.architecture` in GGUF files; empty if GGUF files are not supported.
-    read_gguf: as `read_config`, of what `gguf_fields.gguf_config` returns; None if `read_config` reads that too.
+    gguf_names: values of `general.architecture` in GGUF files; empty if GGUF files are not
+        supported.
+    read_gguf: as `read_config`, of what `gguf_fields.gguf_config` returns; None if `read_config`
+        reads that too.
     gguf_tensors: as `tensors`, for GGUF files.
-    overflows_float16: hidden states of published models exceed 65,504, so float16 cannot take bfloat16's place.
+    overflows_float16: hidden states of published models exceed 65,504, so float16 cannot take
+        bfloat16's place.
     """
 
     name: str
@@ -73,7 +85,8 @@ _LAYER, _EXPERT = 1, 4
 
 
 def find_source(tensors: Mapping[str, TensorSource], canonical: str) -> TensorSource:
-    """Find where the canonical tensor is stored, with layer, expert and `.weight` or `.bias` filled in.
+    """Find where the canonical tensor is stored, with layer, expert and `.weight` or `.bias` filled
+    in.
 
     Raises KeyError if `tensors` lacks it.
     """
@@ -94,9 +107,13 @@ def find_source(tensors: Mapping[str, TensorSource], canonical: str) -> TensorSo
 
 
 def select_rows(
-    source: TensorSource, canonical: str, model_config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+    source: TensorSource,
+    canonical: str,
+    model_config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[int, list[range]]:
-    """Return the number of rows of the tensor stored at `source`, and those of them that form the canonical tensor.
+    """Return the number of rows of the tensor stored at `source`, and those of them that form the
+    canonical tensor.
 
     The rows of a vector are its elements.
     shapes: of all canonical tensors.
@@ -121,22 +138,27 @@ def select_rows(
 
 # Classes of `transformers` besides those that it lists as causal language models.
 
-# They also see or hear, and their language model alone gives their answers to text. Each is compared with its own
-# forward pass (`tests/models/test_transformers_backend.py`). Others may compute logits in another way than their
-# language model: those of Cohere's vision models are not scaled.
+# They also see or hear, and their language model alone gives their answers to text. Each is
+# compared with its own forward pass (`tests/models/test_transformers_backend.py`). Others may
+# compute logits in another way than their language model: those of Cohere's vision models are not
+# scaled.
 MULTI_PART_CLASSES = frozenset({
-    "AriaForConditionalGeneration", "DeepseekVLForConditionalGeneration", "DeepseekVLHybridForConditionalGeneration",
-    "Exaone4_5_ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "AriaForConditionalGeneration", "DeepseekVLForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration", "Exaone4_5_ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
     "GlmAsrForConditionalGeneration", "GraniteSpeechForConditionalGeneration",
     "GraniteSpeechPlusForConditionalGeneration", "HyperCLOVAXVisionV2ForConditionalGeneration",
-    "Idefics2ForConditionalGeneration", "Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration",
-    "JanusForConditionalGeneration", "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration",
+    "Idefics2ForConditionalGeneration", "Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration", "JanusForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration",
     "LightOnOcrForConditionalGeneration", "Llama4ForConditionalGeneration",
-    "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration", "Ovis2ForConditionalGeneration",
-    "Qwen3ASRForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
-    "SmolVLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
-    "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
+    "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "Ovis2ForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", "SmolVLMForConditionalGeneration",
+    "VideoLlama3ForConditionalGeneration", "VideoLlavaForConditionalGeneration",
+    "VipLlavaForConditionalGeneration",
 })  # fmt: skip
 
 # Causal language models that the list of `transformers` lacks.

@@ -11,10 +11,12 @@ from flexgen_helm.models.decoder_config import Activation, DecoderConfig, RopeCo
 
 Config = Mapping[str, Any]  # content of `config.json`, or what `gguf_config` returns
 
-# Ten times the deepest model that is published. A config could say billions, and each layer is listed.
+# Ten times the deepest model that is published. A config could say billions, and each layer is
+# listed.
 MAX_LAYERS = 10_000
 
-# Rotated elements of a head, as GGUF files say for every architecture. No `config.json` has an entry of this name.
+# Rotated elements of a head, as GGUF files say for every architecture. No `config.json` has an
+# entry of this name.
 GGUF_ROTATED = "rope.dimension_count"
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -31,15 +33,20 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 def decoder_config(config: Config, **record: Any) -> DecoderConfig:
     """Make a record of its fields, `architecture` among them.
 
-    With LongRoPE the context length is limited to the original one: the second set of factors, for longer texts, would
-    change the keys of all earlier tokens.
+    With LongRoPE the context length is limited to the original one: the second set of factors, for
+    longer texts, would change the keys of all earlier tokens.
 
-    Raises `UnsupportedArchitectureError` for entries that `transformers` applies to any model, and no record has.
+    Raises `UnsupportedArchitectureError` for entries that `transformers` applies to any model, and
+    no record has.
     """
     if config.get("is_causal") is False:
-        raise UnsupportedArchitectureError(f"{record['architecture']} with is_causal false generates nothing")
+        raise UnsupportedArchitectureError(
+            f"{record['architecture']} with is_causal false generates nothing"
+        )
     if config.get("per_layer_config"):
-        raise UnsupportedArchitectureError(f"{record['architecture']} with per_layer_config is not supported")
+        raise UnsupportedArchitectureError(
+            f"{record['architecture']} with per_layer_config is not supported"
+        )
     for rope in (record["rope"], record.get("local_rope")):
         if rope is not None and rope.kind == "factors":
             record["max_positions"] = min(record["max_positions"], rope.original_max_positions)
@@ -47,7 +54,9 @@ def decoder_config(config: Config, **record: Any) -> DecoderConfig:
 
 
 def activation_of(architecture: str, name: str) -> Activation:
-    """Translate the name of an activation function. Raises `UnsupportedArchitectureError` with the known ones."""
+    """Translate the name of an activation function. Raises `UnsupportedArchitectureError` with the
+    known ones.
+    """
     if name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedArchitectureError(
@@ -57,47 +66,65 @@ def activation_of(architecture: str, name: str) -> Activation:
 
 
 def layer_indices(config: Mapping[str, Any]) -> range:
-    """Return the indices of the layers. Raises `ValueError` for a number of them that no model has."""
+    """Return the indices of the layers. Raises `ValueError` for a number of them that no model
+    has.
+    """
     layers = config["num_hidden_layers"]
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers!r}; it must be from 1 to {MAX_LAYERS:,}")
     return range(layers)
 
 
-def read_windows(config: Mapping[str, Any], slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
+def read_windows(
+    config: Mapping[str, Any], slides: Callable[[int], bool] | None = None
+) -> tuple[int | None, ...]:
     """Read `DecoderConfig.windows`.
 
-    slides: whether a layer has a window, if `layer_types` does not say; None if every layer has it, and the
-        architecture ignores that entry.
+    slides: whether a layer has a window, if `layer_types` does not say; None if every layer has it,
+        and the architecture ignores that entry.
     """
     size, layers = config.get("sliding_window"), layer_indices(config)
     kinds = None if slides is None else config.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if slides is None or slides(layer) else "full_attention" for layer in layers]
+        kinds = [
+            "sliding_attention" if slides is None or slides(layer) else "full_attention"
+            for layer in layers
+        ]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != len(layers):
-        raise UnsupportedArchitectureError(f"layer types {sorted(set(kinds))} of {len(kinds)} layers are not supported")
+        raise UnsupportedArchitectureError(
+            f"layer types {sorted(set(kinds))} of {len(kinds)} layers are not supported"
+        )
     if size is None or "sliding_attention" not in kinds:
         return ()
     return tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
 
 
 def read_rope(
-    config: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0, is_partial: bool = False
+    config: Mapping[str, Any],
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    is_partial: bool = False,
 ) -> RopeConfig:
-    """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), and what stands beside them.
+    """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), and what stands
+    beside them.
 
-    Of entries that contradict each other the one wins that `transformers` takes (`modeling_rope_utils.py`):
-    `rope_scaling` before `rope_parameters`, and an entry of either before one beside it, but for the original context.
+    Of entries that contradict each other the one wins that `transformers` takes
+    (`modeling_rope_utils.py`):
+    `rope_scaling` before `rope_parameters`, and an entry of either before one beside it, but for
+    the original context.
 
-    is_partial: the architecture rotates the part of a head that `partial_rotary_factor` says; others ignore the entry.
+    is_partial: the architecture rotates the part of a head that `partial_rotary_factor` says;
+        others ignore the entry.
 
-    Raises `UnsupportedArchitectureError` for an unknown kind, and for one that depends on the text's length
-    ('dynamic').
+    Raises `UnsupportedArchitectureError` for an unknown kind, and for one that depends on the
+    text's length ('dynamic').
     """
     rope: Config = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        raise UnsupportedArchitectureError(f"rope parameters by kind of layer ({', '.join(nested)}) are not supported")
+        raise UnsupportedArchitectureError(
+            f"rope parameters by kind of layer ({', '.join(nested)}) are not supported"
+        )
 
     def number(name: str, default: float) -> float:
         return float(rope.get(name) or default)
@@ -110,35 +137,49 @@ def read_rope(
     dim = config.get(GGUF_ROTATED, rotated if is_partial else head_dim)
     if not is_partial and rotated != head_dim and kind != "default":
         raise UnsupportedArchitectureError(
-            f"rope type {kind!r} with the partial_rotary_factor {rotated / head_dim:g} is not supported; transformers "
-            "ignores the factor for this architecture without a rope type only"
+            f"rope type {kind!r} with the partial_rotary_factor {rotated / head_dim:g} is not "
+            "supported; transformers ignores the factor for this architecture without a rope type "
+            "only"
         )
     record: dict[str, Any] = dict(
-        kind=kind, theta=or_beside("rope_theta", default_theta), dim=None if dim == head_dim else dim
+        kind=kind,
+        theta=or_beside("rope_theta", default_theta),
+        dim=None if dim == head_dim else dim,
     )
     if kind in ("linear", "llama3"):
         record["factor"] = float(rope["factor"])
     if kind in ("llama3", "yarn", "longrope"):
         longest = config["max_position_embeddings"]
         name = "original_max_position_embeddings"
-        record["original_max_positions"] = original = int(config.get(name) or rope.get(name) or longest)
+        record["original_max_positions"] = original = int(
+            config.get(name) or rope.get(name) or longest
+        )
         stretch = number("factor", longest / original)
     if kind == "llama3":
         record |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
     elif kind == "yarn":
-        record |= dict(factor=stretch, beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0))
-        record |= dict(truncate=bool(rope.get("truncate", True)), magnitude=_yarn_magnitude(rope, stretch))
+        record |= dict(
+            factor=stretch, beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0)
+        )
+        record |= dict(
+            truncate=bool(rope.get("truncate", True)), magnitude=_yarn_magnitude(rope, stretch)
+        )
     elif kind == "longrope":
         factors = tuple(float(value) for value in rope["short_factor"])
         if len(factors) != dim // 2:
-            raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
+            raise ValueError(
+                f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate"
+            )
         magnitude = rope.get("attention_factor")
         if magnitude is None:  # Ding et al. (2024)
-            magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+            magnitude = (
+                1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+            )
         record |= dict(kind="factors", factors=factors, magnitude=float(magnitude))
     elif kind not in ("default", "linear"):
         raise UnsupportedArchitectureError(
-            f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and longrope"
+            f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and "
+            "longrope"
         )
     return RopeConfig(**record)
 

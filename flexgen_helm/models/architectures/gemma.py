@@ -1,7 +1,9 @@
-"""Gemma 2 and 3: Llama with norms around both blocks, whose weights are added to one, and a window in most layers.
+"""Gemma 2 and 3: Llama with norms around both blocks, whose weights are added to one, and a window
+in most layers.
 
-Gemma 2 has soft caps on scores and logits. Gemma 3 has normed queries and keys instead, and another rotation in
-windowed layers; of its sizes that are published with an image encoder, the text model is read.
+Gemma 2 has soft caps on scores and logits. Gemma 3 has normed queries and keys instead, and another
+rotation in windowed layers; of its sizes that are published with an image encoder, the text model
+is read.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from typing import Any
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import llama
 from flexgen_helm.models.architectures.base import Architecture, sources
-from flexgen_helm.models.architectures.fields import GGUF_ROTATED, Config, activation_of, read_rope, read_windows
+from flexgen_helm.models.architectures.fields import (
+    GGUF_ROTATED,
+    Config,
+    activation_of,
+    read_rope,
+    read_windows,
+)
 from flexgen_helm.models.architectures.llama import GGUF_TENSORS, POST_NORMS, QK_NORMS, TENSORS
 from flexgen_helm.models.decoder_config import DecoderConfig, RopeConfig
 
@@ -23,12 +31,17 @@ def _alternating_windows(config: Config, full_every: int) -> tuple[int | None, .
 
 
 def read_gemma2(config: Config, architecture: str = "gemma2", **features: Any) -> DecoderConfig:
-    config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}  # the defaults of `transformers`
+    # the defaults of `transformers`
+    config = {"num_key_value_heads": 4, "sliding_window": 4096, **config}
     if config.get("use_bidirectional_attention"):
-        raise UnsupportedArchitectureError(f"{architecture} with use_bidirectional_attention generates nothing")
+        raise UnsupportedArchitectureError(
+            f"{architecture} with use_bidirectional_attention generates nothing"
+        )
     gemma: dict[str, Any] = dict(
         head_dim=config.get("head_dim") or 256,
-        activation=activation_of(architecture, config.get("hidden_activation") or "gelu_pytorch_tanh"),
+        activation=activation_of(
+            architecture, config.get("hidden_activation") or "gelu_pytorch_tanh"
+        ),
         tied_head=config.get("tie_word_embeddings", True),
         windows=_alternating_windows(config, full_every=2),
         residual="sandwich",
@@ -42,13 +55,19 @@ def read_gemma2(config: Config, architecture: str = "gemma2", **features: Any) -
 
 
 def _of_gguf(config: Config, layers_of_27b: int) -> Config:
-    """Add the attention scale, which GGUF files lack; it is another for the 27B size, known by its layers."""
+    """Add the attention scale, which GGUF files lack; it is another for the 27B size, known by its
+    layers.
+    """
     is_27b = config["num_hidden_layers"] == layers_of_27b
-    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    scalar = (
+        config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    )
     return {**config, "query_pre_attn_scalar": scalar}
 
 
-_TENSORS = TENSORS | POST_NORMS | sources({"layers.{i}.mlp_norm": "layers.{i}.pre_feedforward_layernorm"})
+_TENSORS = (
+    TENSORS | POST_NORMS | sources({"layers.{i}.mlp_norm": "layers.{i}.pre_feedforward_layernorm"})
+)
 
 GEMMA2 = Architecture(
     "gemma2",
@@ -58,7 +77,9 @@ GEMMA2 = Architecture(
     overflows_float16=True,
     gguf_names=("gemma2",),
     # GGUF files store 1 + weight of every norm.
-    read_gguf=lambda config: replace(read_gemma2(_of_gguf(config, layers_of_27b=46)), norm_plus_one=False),
+    read_gguf=lambda config: replace(
+        read_gemma2(_of_gguf(config, layers_of_27b=46)), norm_plus_one=False
+    ),
     gguf_tensors=GGUF_TENSORS,
 )
 
@@ -90,7 +111,8 @@ def read_gemma3(config: Config) -> DecoderConfig:
 def _read_ropes(text: Config) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotations of layers without and with a window.
 
-    Raises `UnsupportedArchitectureError` for parameters that releases of `transformers` take for different ones.
+    Raises `UnsupportedArchitectureError` for parameters that releases of `transformers` take for
+    different ones.
     """
     by_kind, scaling = text.get("rope_parameters") or {}, text.get("rope_scaling") or {}
     if by_kind and not {"full_attention", "sliding_attention"} & by_kind.keys():
@@ -98,11 +120,18 @@ def _read_ropes(text: Config) -> tuple[RopeConfig, RopeConfig]:
             "Gemma 3 with rope_parameters that are not by kind of layer is not supported"
         )
     if "type" in scaling and "rope_type" not in scaling:
-        raise UnsupportedArchitectureError("Gemma 3 with rope_scaling by type instead of rope_type is not supported")
+        raise UnsupportedArchitectureError(
+            "Gemma 3 with rope_scaling by type instead of rope_type is not supported"
+        )
     parameters = [rope for rope in (scaling, *by_kind.values()) if isinstance(rope, Mapping)]
     if not all(rope.get("truncate", True) for rope in parameters):
-        raise UnsupportedArchitectureError("Gemma 3 with rope_parameters that set truncate to false is not supported")
-    beside = {name: text.get(name) for name in ("max_position_embeddings", "partial_rotary_factor", GGUF_ROTATED)}
+        raise UnsupportedArchitectureError(
+            "Gemma 3 with rope_parameters that set truncate to false is not supported"
+        )
+    beside = {
+        name: text.get(name)
+        for name in ("max_position_embeddings", "partial_rotary_factor", GGUF_ROTATED)
+    }
     beside = {name: value for name, value in beside.items() if value is not None}
 
     def read(rope: Config, theta_name: str, default_theta: float) -> RopeConfig:
@@ -120,9 +149,12 @@ GEMMA3 = Architecture(
     read_gemma3,
     _TENSORS | QK_NORMS,
     overflows_float16=True,
-    # 'language_model': with an image encoder, as published and as transformers 5 names the same tensors.
+    # 'language_model': with an image encoder, as published and as transformers 5 names the same
+    # tensors.
     prefixes=("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
     gguf_names=("gemma3",),
-    read_gguf=lambda config: replace(read_gemma3(_of_gguf(config, layers_of_27b=62)), norm_plus_one=False),
+    read_gguf=lambda config: replace(
+        read_gemma3(_of_gguf(config, layers_of_27b=62)), norm_plus_one=False
+    ),
     gguf_tensors=GGUF_TENSORS,
 )

@@ -1,4 +1,6 @@
-"""The metadata of GGUF files in the words of `config.json`, so that an architecture reads both with one function."""
+"""The metadata of GGUF files in the words of `config.json`, so that an architecture reads both with
+one function.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ _USED_BY = {
 
 
 def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `config.json` that GGUF metadata stand for, and the file's 'tensor_names'.
+    """Return the entries of `config.json` that GGUF metadata stand for, and the file's
+    'tensor_names'.
 
-    A missing key has llama.cpp's default. Raises KeyError where there is none, `UnsupportedArchitectureError` for keys
-    that nothing here reads.
+    A missing key has llama.cpp's default. Raises KeyError where there is none,
+    `UnsupportedArchitectureError` for keys that nothing here reads.
     """
     architecture = metadata["general.architecture"]
     read = set()
@@ -53,18 +56,29 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": key("rope.freq_base_swa", None),
         GGUF_ROTATED: rotated,
         "rope_scaling": _rope_scaling(metadata, key),
-        "sliding_window": key("attention.sliding_window", 4096 if architecture == "gemma2" else None) or None,
-        "attn_logit_softcapping": key("attn_logit_softcapping", 50.0 if architecture == "gemma2" else None),
-        "final_logit_softcapping": key("final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
+        "sliding_window": key(
+            "attention.sliding_window", 4096 if architecture == "gemma2" else None
+        )
+        or None,
+        "attn_logit_softcapping": key(
+            "attn_logit_softcapping", 50.0 if architecture == "gemma2" else None
+        ),
+        "final_logit_softcapping": key(
+            "final_logit_softcapping", 30.0 if architecture == "gemma2" else None
+        ),
         "tie_word_embeddings": "output.weight" not in metadata["tensor_names"],
     }
     if experts := int(key("expert_count", 0)):
         config["num_experts"] = experts
         config["num_experts_per_tok"] = int(key("expert_used_count"))
-        config["moe_intermediate_size"] = int(key("expert_feed_forward_length", None) or config["intermediate_size"])
+        config["moe_intermediate_size"] = int(
+            key("expert_feed_forward_length", None) or config["intermediate_size"]
+        )
         config["norm_topk_prob"] = True
     if rotated != head_dim and architecture != "phi3":
-        raise UnsupportedArchitectureError(f"GGUF {architecture} that rotates a part of each head is not supported")
+        raise UnsupportedArchitectureError(
+            f"GGUF {architecture} that rotates a part of each head is not supported"
+        )
     # Values that change nothing, of keys that are not read. None: whatever the value is.
     neutral: dict[str, Any] = {
         "vocab_size": (config["vocab_size"],),
@@ -77,8 +91,12 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "rope.scaling.finetuned": (True, False),
         "rope.scaling.yarn_log_multiplier": (0.0,),
         "tensor_data_layout": ("Meta AI original pth",),
-        **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "expert_group_count"), (0,)),
-        **dict.fromkeys(("pooling_type", "nextn_predict_layers", "leading_dense_block_count"), (0,)),
+        **dict.fromkeys(
+            ("expert_count", "expert_used_count", "expert_shared_count", "expert_group_count"), (0,)
+        ),
+        **dict.fromkeys(
+            ("pooling_type", "nextn_predict_layers", "leading_dense_block_count"), (0,)
+        ),
     }
     unread = [
         name
@@ -108,8 +126,9 @@ def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[
     known = ("none", "linear", "longrope") if factors else ("none", "linear", "yarn")
     if kind not in known or ((factors or kind == "none") and factor != 1.0):
         raise UnsupportedArchitectureError(
-            f"GGUF rope scaling {kind!r} by {factor:g} with {len(factors)} factors of its own is not supported; known "
-            "are none, linear and yarn without factors, none and longrope with them"
+            f"GGUF rope scaling {kind!r} by {factor:g} with {len(factors)} factors of its own is "
+            "not supported; known are none, linear and yarn without factors, none and longrope "
+            "with them"
         )
     if factors:
         longrope = kind == "longrope" or "rope_factors_short.weight" in metadata["tensor_names"]
@@ -121,7 +140,11 @@ def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[
         }
     if kind == "yarn":
         stretched = magnitude * (1.0 + 0.1 * math.log(max(factor, 1.0)))
-        yarn = {"original_max_position_embeddings": original, "attention_factor": stretched, **betas}
+        yarn = {
+            "original_max_position_embeddings": original,
+            "attention_factor": stretched,
+            **betas,
+        }
         return {"rope_type": "yarn", "factor": factor, **yarn}
     if magnitude != 1.0:
         raise UnsupportedArchitectureError(

@@ -1,17 +1,34 @@
-"""Decoders like GPT-2: layer norms, no gate. OPT, GPT-2, GPT-Neo, GPT-NeoX (Pythia), BLOOM and MPT."""
+"""Decoders like GPT-2: layer norms, no gate. OPT, GPT-2, GPT-Neo, GPT-NeoX (Pythia), BLOOM and
+MPT.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources, sources
-from flexgen_helm.models.architectures.fields import Config, activation_of, decoder_config, layer_indices, read_rope
+from flexgen_helm.models.architectures.base import (
+    Architecture,
+    TensorSource,
+    fused_sources,
+    sources,
+)
+from flexgen_helm.models.architectures.fields import (
+    Config,
+    activation_of,
+    decoder_config,
+    layer_indices,
+    read_rope,
+)
 from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def _gpt_config(config: Config, architecture: str, hidden: int, heads: int, **features: Any) -> DecoderConfig:
-    """features: the other fields of `DecoderConfig`, and those in which the architecture differs."""
+def _gpt_config(
+    config: Config, architecture: str, hidden: int, heads: int, **features: Any
+) -> DecoderConfig:
+    """features: the other fields of `DecoderConfig`, and those in which the architecture
+    differs.
+    """
     gpt: dict[str, Any] = dict(
         architecture=architecture,
         hidden_size=hidden,
@@ -32,8 +49,13 @@ def _gpt_config(config: Config, architecture: str, hidden: int, heads: int, **fe
 
 
 def _renamed(config: Config, **names: str) -> Config:
-    """Return a configuration by the names that are read here. names: alias=name; a given alias replaces the name's."""
-    return {**config, **{name: config[alias] for alias, name in names.items() if config.get(alias) is not None}}
+    """Return a configuration by the names that are read here. names: alias=name; a given alias
+    replaces the name's.
+    """
+    return {
+        **config,
+        **{name: config[alias] for alias, name in names.items() if config.get(alias) is not None},
+    }
 
 
 def read_opt(config: Config) -> DecoderConfig:
@@ -61,7 +83,8 @@ def read_opt(config: Config) -> DecoderConfig:
     )
 
 
-# OPT (125M to 175B, OPT-IML, Galactica): learned positions, ReLU; OPT-350M with post-norm and projections.
+# OPT (125M to 175B, OPT-IML, Galactica): learned positions, ReLU; OPT-350M with post-norm and
+# projections.
 OPT = Architecture(
     "opt",
     ("OPTForCausalLM", "OPTModel"),
@@ -141,7 +164,9 @@ def read_gpt_neo(config: Config) -> DecoderConfig:
         kind for kinds, count in config["attention_types"] for _ in range(count) for kind in kinds
     ]
     if len(kinds) != len(layers) or not {*kinds} <= {"global", "local"}:
-        raise UnsupportedArchitectureError(f"GPT-Neo with the attention_layers {kinds} is not supported")
+        raise UnsupportedArchitectureError(
+            f"GPT-Neo with the attention_layers {kinds} is not supported"
+        )
     return _gpt_config(
         config,
         "gpt_neo",
@@ -154,7 +179,9 @@ def read_gpt_neo(config: Config) -> DecoderConfig:
         activation=activation_of("GPT-Neo", config.get("activation_function", "gelu_new")),
         qkv_bias=False,
         attn_scale=1.0,
-        windows=tuple(config.get("window_size", 256) if kind == "local" else None for kind in kinds),
+        windows=tuple(
+            config.get("window_size", 256) if kind == "local" else None for kind in kinds
+        ),
     )
 
 
@@ -186,7 +213,8 @@ def read_gpt_neox(config: Config) -> DecoderConfig:
     if config.get("head_dim") not in (None, hidden // heads):
         raise UnsupportedArchitectureError("GPT-NeoX with a head_dim of its own is not supported")
     bias = config.get("attention_bias", True)
-    # Beside the rope parameters `transformers` reads these names alone, and ignores those of other architectures.
+    # Beside the rope parameters `transformers` reads these names alone, and ignores those of other
+    # architectures.
     beside = {
         "rope_theta": config.get("rotary_emb_base"),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
@@ -218,7 +246,9 @@ def _fused_blocks(layer: str, attention: str) -> dict[str, TensorSource]:
         "layers.{i}.mlp.up": f"{layer}.mlp.dense_h_to_4h",
         "layers.{i}.mlp.down": f"{layer}.mlp.dense_4h_to_h",
     }
-    fused = fused_sources("layers.{i}.attn", ("q", "k", "v"), f"{layer}.{attention}.query_key_value", by_head=True)
+    fused = fused_sources(
+        "layers.{i}.attn", ("q", "k", "v"), f"{layer}.{attention}.query_key_value", by_head=True
+    )
     return sources(names) | fused
 
 
@@ -241,9 +271,13 @@ _TRAINED_POSITIONS = 2048
 
 
 def read_bloom(config: Config) -> DecoderConfig:
-    config = _renamed(config, n_embed="hidden_size", num_hidden_layers="n_layer", num_attention_heads="n_head")
+    config = _renamed(
+        config, n_embed="hidden_size", num_hidden_layers="n_layer", num_attention_heads="n_head"
+    )
     if config.get("apply_residual_connection_post_layernorm"):
-        raise UnsupportedArchitectureError("BLOOM with apply_residual_connection_post_layernorm is not supported")
+        raise UnsupportedArchitectureError(
+            "BLOOM with apply_residual_connection_post_layernorm is not supported"
+        )
     hidden = config["hidden_size"]
     return _gpt_config(
         config,
@@ -277,9 +311,18 @@ BLOOM = Architecture(
 
 
 def read_mpt(config: Config) -> DecoderConfig:
-    config = _renamed(config, hidden_size="d_model", num_attention_heads="n_heads", num_hidden_layers="n_layers")
+    config = _renamed(
+        config, hidden_size="d_model", num_attention_heads="n_heads", num_hidden_layers="n_layers"
+    )
     attention = config.get("attn_config") or {}
-    usual = {"clip_qkv": None, "qk_ln": False, "prefix_lm": False, "alibi": True, "alibi_bias_max": 8, "no_bias": True}
+    usual = {
+        "clip_qkv": None,
+        "qk_ln": False,
+        "prefix_lm": False,
+        "alibi": True,
+        "alibi_bias_max": 8,
+        "no_bias": True,
+    }
     for name, value in {**usual, "logit_scale": None}.items():
         if (given := {**config, **attention}.get(name)) not in (None, value):
             raise UnsupportedArchitectureError(f"MPT with {name} {given!r} is not supported")

@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures.base import Architecture, TensorSource, fused_sources, sources
+from flexgen_helm.models.architectures.base import (
+    Architecture,
+    TensorSource,
+    fused_sources,
+    sources,
+)
 from flexgen_helm.models.architectures.fields import (
     Config,
     activation_of,
@@ -22,7 +27,9 @@ from flexgen_helm.models.decoder_config import DecoderConfig
 
 
 def read_config(config: Config, architecture: str = "llama", **features: Any) -> DecoderConfig:
-    """Read Llama's `config.json`. features: fields of `DecoderConfig` in which another architecture differs."""
+    """Read Llama's `config.json`. features: fields of `DecoderConfig` in which another architecture
+    differs.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = features.get("head_dim") or config.get("head_dim") or hidden // heads
     attention_bias = config.get("attention_bias", False)
@@ -54,7 +61,9 @@ def read_gguf(config: Config) -> DecoderConfig:
     """Read the metadata of Llama's files, which are also Mixtral's."""
     experts = None
     if "num_experts" in config:
-        experts = MoEConfig(config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"])
+        experts = MoEConfig(
+            config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]
+        )
 
     def has_bias(name: str) -> bool:  # no key of the metadata tells
         return f"blk.0.{name}.bias" in config["tensor_names"]
@@ -87,7 +96,8 @@ QK_NORMS = sources({
     "layers.{i}.attn.k_norm": "layers.{i}.self_attn.k_norm",
 })  # fmt: skip
 POST_NORMS = sources({
-    "layers.{i}.attn_post_norm": "layers.{i}.post_attention_layernorm",  # Llama's name of the norm before the MLP
+    # Llama's name of the norm before the MLP
+    "layers.{i}.attn_post_norm": "layers.{i}.post_attention_layernorm",
     "layers.{i}.mlp_post_norm": "layers.{i}.post_feedforward_layernorm",
 })  # fmt: skip
 GGUF_TENSORS = sources({
@@ -129,12 +139,15 @@ LLAMA = Architecture(
     },
 )
 
-# The functions below begin with what `transformers` takes for entries that a `config.json` leaves out.
+# The functions below begin with what `transformers` takes for entries that a `config.json` leaves
+# out.
 
 
 def read_mistral(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
-    return read_config(config, "mistral", windows=read_windows(config), qkv_bias=False, out_bias=False)
+    return read_config(
+        config, "mistral", windows=read_windows(config), qkv_bias=False, out_bias=False
+    )
 
 
 # A sliding window in every layer.
@@ -142,11 +155,20 @@ MISTRAL = Architecture("mistral", ("MistralForCausalLM", "MistralModel"), read_m
 
 
 def read_mixtral(config: Config) -> DecoderConfig:
-    defaults = {"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    defaults = {
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    }
     config = {**defaults, **config}
-    experts = MoEConfig(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
+    experts = MoEConfig(
+        config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]
+    )
     windows = read_windows(config)
-    return read_config(config, "mixtral", experts=experts, windows=windows, qkv_bias=False, out_bias=False)
+    return read_config(
+        config, "mixtral", experts=experts, windows=windows, qkv_bias=False, out_bias=False
+    )
 
 
 # Mistral with eight experts in every layer, two for each token.
@@ -166,7 +188,9 @@ MIXTRAL = Architecture(
 
 def read_olmo2(config: Config) -> DecoderConfig:
     config = {"rms_norm_eps": 1e-5, **config}
-    return read_config(config, "olmo2", residual="reordered_norm", qk_norm=True, qk_norm_all_heads=True)
+    return read_config(
+        config, "olmo2", residual="reordered_norm", qk_norm=True, qk_norm_all_heads=True
+    )
 
 
 # Norms behind both blocks instead of before them, and norms over all queries and all keys.
@@ -187,7 +211,9 @@ def read_phi3(config: Config) -> DecoderConfig:
     if kind in ("su", "yarn"):  # the first exports' names for what they compute: LongRoPE
         config, kind = {**config, "rope_scaling": {**scaling, "rope_type": "longrope"}}, "longrope"
     if kind not in ("default", "longrope"):
-        raise UnsupportedArchitectureError(f"Phi-3 with the rope type {kind!r} is not supported; known is longrope")
+        raise UnsupportedArchitectureError(
+            f"Phi-3 with the rope type {kind!r} is not supported; known is longrope"
+        )
     return read_phi3_gguf(config)
 
 
@@ -215,7 +241,9 @@ PHI3 = Architecture(
 
 
 def _upper_windows(config: Config) -> tuple[int | None, ...]:
-    """Read windows only if `use_sliding_window` is set; published checkpoints name a size without using it."""
+    """Read windows only if `use_sliding_window` is set; published checkpoints name a size without
+    using it.
+    """
     if not config.get("use_sliding_window", False):
         return ()
     return read_windows(config, lambda layer: layer >= config.get("max_window_layers", 28))
@@ -223,7 +251,9 @@ def _upper_windows(config: Config) -> tuple[int | None, ...]:
 
 def read_qwen2(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
-    return read_config(config, "qwen2", qkv_bias=True, out_bias=False, windows=_upper_windows(config))
+    return read_config(
+        config, "qwen2", qkv_bias=True, out_bias=False, windows=_upper_windows(config)
+    )
 
 
 # Qwen2 and 2.5: biases on queries, keys and values; upper layers may have a sliding window.
@@ -240,7 +270,9 @@ QWEN2 = Architecture(
 def read_qwen3(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
     head_dim = config.get("head_dim") or 128
-    return read_config(config, "qwen3", head_dim=head_dim, qk_norm=True, windows=_upper_windows(config))
+    return read_config(
+        config, "qwen3", head_dim=head_dim, qk_norm=True, windows=_upper_windows(config)
+    )
 
 
 # Normed queries and keys; upper layers may have a sliding window.

@@ -1,7 +1,8 @@
 """Functions of modules whose results on the host would follow the batch.
 
-PyTorch computes the last elements of a vectorized loop by another formula, and how a library sums a product may follow
-the number of rows. So a token's bits would depend on the other tokens of its batch.
+PyTorch computes the last elements of a vectorized loop by another formula, and how a library sums a
+product may follow the number of rows. So a token's bits would depend on the other tokens of its
+batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def _silu(x: Tensor, inplace: bool = False) -> Tensor:
 
 def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     scaled = x * beta
-    return torch.where(scaled > threshold, x, torch.log1p(torch.exp(scaled.clamp_max(threshold))) / beta)
+    return torch.where(
+        scaled > threshold, x, torch.log1p(torch.exp(scaled.clamp_max(threshold))) / beta
+    )
 
 
 def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -45,7 +48,9 @@ def _elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 
 def _pow(x: Any, exponent: Any) -> Tensor:
-    is_number = isinstance(x, Tensor) and x.dtype == torch.float32 and isinstance(exponent, (int, float))
+    is_number = (
+        isinstance(x, Tensor) and x.dtype == torch.float32 and isinstance(exponent, (int, float))
+    )
     if not is_number or exponent in (-2, -1, -0.5, 0, 0.5, 1, 2, 3):  # products and roots
         return torch.pow(x, exponent)
     if float(exponent).is_integer():  # of negative numbers, too
@@ -79,7 +84,9 @@ def _mean(x: Tensor, *given: Any, **named: Any) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() != 2 or not weight.dtype == x.dtype == torch.float32:
         return F.linear(x, weight, bias)
-    return linear(x.reshape(-1, x.shape[-1]), weight, bias, batch_invariant=True).view(*x.shape[:-1], -1)
+    return linear(x.reshape(-1, x.shape[-1]), weight, bias, batch_invariant=True).view(
+        *x.shape[:-1], -1
+    )
 
 
 _FUNCTIONS: dict[Any, Callable[..., Tensor]] = {

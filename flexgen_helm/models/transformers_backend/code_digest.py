@@ -12,10 +12,12 @@ from types import ModuleType
 
 from flexgen_helm.concurrency import import_lock
 
-# Caches, masks, rotations, attention, experts, and how checkpoints become state dicts: for every class.
+# Caches, masks, rotations, attention, experts, and how checkpoints become state dicts: for every
+# class.
 _SHARED = (
     "activations", "cache_utils", "configuration_utils", "conversion_mapping", "core_model_loading",
-    "integrations.moe", "masking_utils", "modeling_layers", "modeling_rope_utils", "modeling_utils", "pytorch_utils",
+    "integrations.moe", "masking_utils", "modeling_layers", "modeling_rope_utils", "modeling_utils",
+    "pytorch_utils",
 )  # fmt: skip
 _LOADING = ("conversion_mapping", "core_model_loading")
 _MODELS = "transformers.models."
@@ -23,7 +25,8 @@ _MODELS = "transformers.models."
 
 @cache
 def code_digest(class_name: str) -> str:
-    """Return the digest of the files of a class, of those that they take names from, and of the shared ones.
+    """Return the digest of the files of a class, of those that they take names from, and of the
+    shared ones.
 
     A release of `transformers` that changes none of them computes the same.
     """
@@ -52,7 +55,9 @@ def _digest(modules: Iterable[ModuleType]) -> str:
     files = sorted({module.__file__ or "" for module in modules})
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{Path(file).name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}\n".encode())
+        digest.update(
+            f"{Path(file).name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()}\n".encode()
+        )
     return digest.hexdigest()
 
 

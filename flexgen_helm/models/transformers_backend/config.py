@@ -1,4 +1,6 @@
-"""TransformersConfig: what is known of a model that runs by `transformers`' modules, without them. No torch."""
+"""TransformersConfig: what is known of a model that runs by `transformers`' modules, without them.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class ExpertTensors(Identified, name="ExpertTensors", first_version="path matric
 class SequenceState(Identified, name="SequenceState", first_version="kind number shape"):
     """One tensor of what a module keeps of a sequence: linear attention, Mamba, short convolutions.
 
-    kind: as `transformers`' cache calls it. number: among those of the module. shape: of one sequence.
+    kind: as `transformers`' cache calls it. number: among those of the module. shape: of one
+        sequence.
     """
 
     kind: Literal["conv", "recurrent"]
@@ -81,14 +84,20 @@ class Mixer(Identified, name="Mixer", first_version="path states inputs output w
 
 
 @dataclass(frozen=True)
-class LayerKind(Identified, name="LayerKind", first_version="matrices others=resident experts num_experts per_token"):
+class LayerKind(
+    Identified,
+    name="LayerKind",
+    first_version=("matrices others=resident experts num_experts per_token"),
+):
     """The tensors of layers that are alike.
 
     matrices: name -> [out, in], in the order of their use; each is used once for a batch.
-    resident: name -> shape of what always rests on the compute device: norms, biases, routers, sinks.
+    resident: name -> shape of what always rests on the compute device: norms, biases, routers,
+        sinks.
     experts: used in the order of routing.
     num_experts, per_token: of a layer, and that the router selects for a token; 0 without experts.
-    float32: those of the resident ones that have float32 in every model, such as biases that choose experts.
+    float32: those of the resident ones that have float32 in every model, such as biases that choose
+        experts.
     mixer: what keeps a state of each sequence; None in most layers.
     attends: it has keys and values.
     """
@@ -109,13 +118,17 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others=res
         shapes |= dict(self.matrices)
         for expert in range(self.num_experts):
             for stack in self.experts:
-                shapes |= {expert_name(stack.path, expert, entry): shape for entry, shape in stack.matrices}
+                shapes |= {
+                    expert_name(stack.path, expert, entry): shape for entry, shape in stack.matrices
+                }
         return shapes
 
     @cached_property
     def weights_per_token(self) -> int:
         """Weights that one token is multiplied with."""
-        of_every = sum(prod(shape) for _, shape in (*self.matrices, *self.resident) if len(shape) == 2)
+        of_every = sum(
+            prod(shape) for _, shape in (*self.matrices, *self.resident) if len(shape) == 2
+        )
         return of_every + self.per_token * self.expert_elements
 
     @cached_property
@@ -131,7 +144,9 @@ class LayerKind(Identified, name="LayerKind", first_version="matrices others=res
 
 
 @dataclass(frozen=True)
-class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads key_dim value_dim readers"):
+class SharedKeys(
+    Identified, name="SharedKeys", first_version="name layer heads key_dim value_dim readers"
+):
     """Keys and values that later layers use again, by the name that the model gives them.
 
     layer: that computes them; readers: those that use them again.
@@ -149,7 +164,10 @@ class SharedKeys(Identified, name="SharedKeys", first_version="name layer heads 
 class ModulesConfig(
     Identified,
     name="GenericConfig",
-    first_version="class_name text layers_path kinds layer_kinds embed head head_bias table_key head_key table_rows",
+    first_version=(
+        "class_name text layers_path kinds layer_kinds embed head head_bias table_key head_key "
+        "table_rows"
+    ),
 ):
     """The modules of one model, as a trace finds them.
 
@@ -157,14 +175,15 @@ class ModulesConfig(
     text: the configuration, as JSON in a canonical order.
     layers_path: name of the list of layers in the state dict.
     kinds: of its layers; layer_kinds: the number of each layer's kind.
-    embed, head: what the code before and after the layers uses besides the embedding table and the head's matrix; keys
-        of the state dict and shapes.
+    embed, head: what the code before and after the layers uses besides the embedding table and the
+        head's matrix; keys of the state dict and shapes.
     head_bias: whether the language-model head has one.
     table_key, head_key: of the embedding table and of the head's matrix in the state dict.
     table_rows: of the embedding table, which may be more than the head's.
-    streams: hidden states of a token; their axis in what layers are given, 0 of [S, 1, T, H] or 2 of [1, T, S, H].
-    layer_input_key, layer_input_rows, layer_input_size: of a second table that is looked up by token and has an input
-        of every layer, and the elements of one; none: "" and 0.
+    streams: hidden states of a token; their axis in what layers are given, 0 of [S, 1, T, H] or 2
+        of [1, T, S, H].
+    layer_input_key, layer_input_rows, layer_input_size: of a second table that is looked up by
+        token and has an input of every layer, and the elements of one; none: "" and 0.
     shared_keys: that several layers attend with.
     own_attention: modules compute attention in their own code.
     padding_id: of the token behind which positions stand still (RoBERTa); -1 if there is none.
@@ -198,14 +217,18 @@ class ModulesConfig(
     @property
     def shared_size(self) -> int:
         """Elements of a token's keys and values that several layers attend with."""
-        return sum(shared.heads * (shared.key_dim + shared.value_dim) for shared in self.shared_keys)
+        return sum(
+            shared.heads * (shared.key_dim + shared.value_dim) for shared in self.shared_keys
+        )
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer of the whole model."""
         return self.kinds[self.layer_kinds[layer]]
 
     def key(self, canonical: str) -> tuple[str, int | None, bool]:
-        """Return entry of the state dict, expert, and whether the entry is transposed, of a tensor's canonical name."""
+        """Return entry of the state dict, expert, and whether the entry is transposed, of a
+        tensor's canonical name.
+        """
         stage, _, name = canonical.partition(".")
         if stage != "layers":
             special = {
@@ -219,27 +242,33 @@ class ModulesConfig(
         prefix = f"{self.layers_path}.{number}."
         if (found := _EXPERT.fullmatch(name)) is None:
             return prefix + name, None, False
-        (stack,) = (stack for stack in self.kind(int(number)).experts if stack.path == found["path"])
+        (stack,) = (
+            stack for stack in self.kind(int(number)).experts if stack.path == found["path"]
+        )
         return f"{prefix}{stack.path}.{found['entry']}", int(found["number"]), stack.transposed
 
 
-# Models of several parts that give placeholders the embedding of another token, even where there is no image.
+# Models of several parts that give placeholders the embedding of another token, even where there is
+# no image.
 _REPLACE_PLACEHOLDERS = {"gemma4", "gemma4_unified", "granite_speech", "granite_speech_plus"}
 _PLACEHOLDER = re.compile("(image|video|audio)_token_(id|index)")
 _EXPERT = re.compile(r"(?P<path>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<entry>.+)\.weight")
 
 
 def expert_name(path: str, expert: int, entry: str) -> str:
-    """Return the name within a layer of one expert's matrix: 'mlp.experts.7.gate_up_proj.weight'."""
+    """Return the name within a layer of one expert's matrix:
+    'mlp.experts.7.gate_up_proj.weight'.
+    """
     return f"{path}.{expert}.{entry}.weight"
 
 
 # What digests have said of every such model since before it had a record of its own.
 _NO_EQUATIONS: Mapping[str, object] = {
-    "norm": "rmsnorm", "norm_eps": 0.0, "activation": "silu", "gated_mlp": True, "rope": None, "residual": "pre_norm",
-    "norm_affine": True, "final_norm": True, "qkv_bias": False, "out_bias": False, "mlp_bias": False,
-    "position_offset": 0, "qk_norm": False, "local_rope": None, "alibi": False, "embed_norm": False,
-    "embed_scale": 1.0, "norm_plus_one": False, "attn_scale": None, "final_softcap": None,
+    "norm": "rmsnorm", "norm_eps": 0.0, "activation": "silu", "gated_mlp": True, "rope": None,
+    "residual": "pre_norm", "norm_affine": True, "final_norm": True, "qkv_bias": False,
+    "out_bias": False, "mlp_bias": False, "position_offset": 0, "qk_norm": False,
+    "local_rope": None, "alibi": False, "embed_norm": False, "embed_scale": 1.0,
+    "norm_plus_one": False, "attn_scale": None, "final_softcap": None,
 }  # fmt: skip
 
 
@@ -251,7 +280,9 @@ class TransformersConfig(
     later="layers_before layers_after generic=modules chunked",
     constants=_NO_EQUATIONS,
 ):
-    """One model that runs by the modules of `transformers`; `transformers_backend.read_config` fills it."""
+    """One model that runs by the modules of `transformers`; `transformers_backend.read_config`
+    fills it.
+    """
 
     modules: ModulesConfig
 
@@ -268,7 +299,9 @@ class TransformersConfig(
     @cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        return tuple(self.modules.kind(self.layers_before + layer) for layer in range(self.num_layers))
+        return tuple(
+            self.modules.kind(self.layers_before + layer) for layer in range(self.num_layers)
+        )
 
     def layer_kind(self, layer: int) -> int:
         return self.modules.layer_kinds[layer]
@@ -285,7 +318,10 @@ class TransformersConfig(
         if stage == EMBED:
             yield table
             if self.modules.layer_input_key:
-                yield LAYER_INPUT_TABLE, (self.modules.layer_input_rows, self.modules.layer_inputs_size)
+                yield (
+                    LAYER_INPUT_TABLE,
+                    (self.modules.layer_input_rows, self.modules.layer_inputs_size),
+                )
             return
         if not self.tied_head:
             yield HEAD_MATRIX, (self.vocab_size, self.hidden_size)
@@ -307,7 +343,11 @@ class TransformersConfig(
     def refused_ids(self) -> Mapping[int, str]:
         content = json.loads(self.modules.text)
         if str(content.get("model_type")) in _REPLACE_PLACEHOLDERS:
-            ids = [value for name, value in content.items() if _PLACEHOLDER.fullmatch(name) and isinstance(value, int)]
+            ids = [
+                value
+                for name, value in content.items()
+                if _PLACEHOLDER.fullmatch(name) and isinstance(value, int)
+            ]
             return dict.fromkeys(ids, "stands for an image or a sound")
         return {self.modules.padding_id: "has no position"} if self.modules.padding_id >= 0 else {}
 
@@ -318,11 +358,17 @@ class TransformersConfig(
 
     @cached_property
     def state_size(self) -> int:
-        return self.num_streams * self.hidden_size + self.modules.layer_inputs_size + self.modules.shared_size
+        return (
+            self.num_streams * self.hidden_size
+            + self.modules.layer_inputs_size
+            + self.modules.shared_size
+        )
 
     @property
     def key_layers(self) -> tuple[int | None, ...]:
-        owners = {reader: shared.layer for shared in self.modules.shared_keys for reader in shared.readers}
+        owners = {
+            reader: shared.layer for shared in self.modules.shared_keys for reader in shared.readers
+        }
         layers = enumerate(self._kinds, self.layers_before)
         return tuple(owners.get(layer, layer) if kind.attends else None for layer, kind in layers)
 
@@ -332,7 +378,9 @@ class TransformersConfig(
 
     @cached_property
     def mixer_width(self) -> int:
-        return max((kind.mixer.width for kind in self.modules.kinds if kind.mixer is not None), default=0)
+        return max(
+            (kind.mixer.width for kind in self.modules.kinds if kind.mixer is not None), default=0
+        )
 
     @cached_property
     def linear_flops_per_token(self) -> int:

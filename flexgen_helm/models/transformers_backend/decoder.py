@@ -1,7 +1,7 @@
 """The decoder of a model of `transformers`: its modules, with weights and attention of the engine.
 
-Shapes: T tokens of any number of sequences in a row, H hidden size, Hq query heads, Hk key heads, D elements
-of a head, V vocabulary, E experts, K experts of a token.
+Shapes: T tokens of any number of sequences in a row, H hidden size, Hq query heads, Hk key heads, D
+elements of a head, V vocabulary, E experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.models.decoder import Attend, Decoder, LayerBatch, StageWeights, StateGroup, TableRows
+from flexgen_helm.models.decoder import (
+    Attend,
+    Decoder,
+    LayerBatch,
+    StageWeights,
+    StateGroup,
+    TableRows,
+)
 from flexgen_helm.models.decoder_config import DecoderConfig
 from flexgen_helm.models.routing import ExpertSizes, RoutedTokens, run_together, wait_for_experts
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
@@ -47,17 +54,27 @@ class _ModuleTensor:
 
 
 class TransformersDecoder:
-    """The modules of one model, or of a pipeline rank's part of it; used by one thread. See `Decoder`."""
+    """The modules of one model, or of a pipeline rank's part of it; used by one thread. See
+    `Decoder`.
+    """
 
-    def __init__(self, config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: TransformersConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.config, self.dtype, self._modules = config, dtype, config.modules
         found = config.modules
-        self._model = LayeredModel(found.text, device, any(config.layer_states), found.own_attention)
+        self._model = LayeredModel(
+            found.text, device, any(config.layer_states), found.own_attention
+        )
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
-        self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)  # of most layers
+        # of most layers
+        self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)
         self._state = TokenState(config)
-        self._table, self._layer_inputs = self._model.base.get_input_embeddings(), self._model.layer_input_table
+        self._table, self._layer_inputs = (
+            self._model.base.get_input_embeddings(),
+            self._model.layer_input_table,
+        )
         for table in (self._table, self._layer_inputs):
             if table is not None:  # padding is an id, and the rows of a batch are numbered anew
                 table.padding_idx = None
@@ -65,10 +82,12 @@ class TransformersDecoder:
         head.forward = partial(self._linear, "lm")
         self._device = device
         # Functions of modules that do not follow the batch.
-        self._functions: AbstractContextManager[Any] = BatchInvariant() if device.type == "cpu" else nullcontext()
+        self._functions: AbstractContextManager[Any] = (
+            BatchInvariant() if device.type == "cpu" else nullcontext()
+        )
         self._no_values = torch.zeros((), device=device, dtype=dtype)
-        # What the code outside the layers uses is there from the beginning, in zeros: which arguments layers get does
-        # not depend on its values.
+        # What the code outside the layers uses is there from the beginning, in zeros: which
+        # arguments layers get does not depend on its values.
         self._outside = {
             stage: self._tensors_of(self._model.model, shapes)
             for stage, shapes in (("embed", config.modules.embed), ("head", config.modules.head))
@@ -94,32 +113,47 @@ class TransformersDecoder:
         self._model.call_directly()
 
     def rotary(self, positions: Tensor) -> list[LayerArguments]:
-        """What each layer is passed besides the hidden states, for tokens at absolute positions [T]."""
-        hidden = torch.zeros((1, len(positions), self.config.hidden_size), device=self._device, dtype=self.dtype)
+        """What each layer is passed besides the hidden states, for tokens at absolute positions
+        [T].
+        """
+        hidden = torch.zeros(
+            (1, len(positions), self.config.hidden_size), device=self._device, dtype=self.dtype
+        )
         return self._model.before({"inputs_embeds": hidden, "position_ids": positions[None]})[1]
 
     def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
         """token_ids and positions [T] -> what layers are given (`TokenState`), [T, state size]."""
         with self._stage(weights, self._outside["embed"]), self._functions:
-            # A table consists of the rows that are looked up, in their order: a class of its own may scale them.
+            # A table consists of the rows that are looked up, in their order: a class of its own
+            # may scale them.
             self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
             if self._layer_inputs is not None:
                 known = token_ids.below(self._modules.layer_input_rows)
                 self._layer_inputs._parameters["weight"] = weights.lookup("layer_inputs", known)
             rows = torch.arange(len(token_ids.on_device), device=self._device)[None]
-            hidden, layers = self._model.before({"input_ids": rows, "position_ids": positions.on_device[None]})
+            hidden, layers = self._model.before(
+                {"input_ids": rows, "position_ids": positions.on_device[None]}
+            )
             for table in (self._table, self._layer_inputs):
                 if table is not None:
                     table._parameters["weight"] = None
             return self._state.new(hidden, layers)
 
-    def layer(self, weights: StageWeights, layer: int, batches: Iterable[LayerBatch]) -> Generator[Tensor, None, None]:
-        """Decoder layer number `layer`: of each batch hidden [T, state size] -> the same (`Decoder.layer`)."""
+    def layer(
+        self, weights: StageWeights, layer: int, batches: Iterable[LayerBatch]
+    ) -> Generator[Tensor, None, None]:
+        """Decoder layer number `layer`: of each batch hidden [T, state size] -> the same
+        (`Decoder.layer`).
+        """
         layer += self.config.layers_before
         kind = self._modules.kind(layer)
         with self._stage(weights, self._inside[layer]), self._model.bound(None, None):
             runs = (partial(self._layer, kind, layer, batch) for batch in batches)
-            yield from run_together(runs, weights.use_experts) if kind.num_experts else (run() for run in runs)
+            yield from (
+                run_together(runs, weights.use_experts)
+                if kind.num_experts
+                else (run() for run in runs)
+            )
 
     def _layer(self, kind: LayerKind, layer: int, batch: LayerBatch) -> Tensor:
         hidden = batch.take_hidden()
@@ -136,7 +170,9 @@ class TransformersDecoder:
         bindings.run_experts = partial(self._run_experts, kind, attend)
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
-        """What layers returned [T, state size], of the positions to score -> logits [T, V] in float32."""
+        """What layers returned [T, state size], of the positions to score -> logits [T, V] in
+        float32.
+        """
         positions = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
         with self._stage(weights, self._outside["head"]), self._functions:
             return self._model.after(self._state.hidden(hidden), positions).squeeze(0).float()
@@ -147,7 +183,9 @@ class TransformersDecoder:
         for name, shape in shapes:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
-            tensors: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            tensors: dict[str, Any] = (
+                owner._parameters if leaf in owner._parameters else owner._buffers
+            )
             tensors[leaf] = self._no_values.expand(shape)
             found.append(_ModuleTensor(name, tensors, leaf, tensors[leaf]))
         return found
@@ -172,24 +210,33 @@ class TransformersDecoder:
         y = self._weights.linear(path, x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
 
-    def _mix(self, runner: MixerRunner, *positional: Any, **named: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def _mix(
+        self, runner: MixerRunner, *positional: Any, **named: Any
+    ) -> Tensor | tuple[Tensor | None, ...]:
         assert self._state_groups is not None
         return runner.forward(self._state_groups(), self._linear, positional, named)
 
     def _attend(self, attend: Attend, call: AttentionCall) -> Tensor:
-        """Attention with the heads of the cache: those of a layer with fewer or smaller ones are padded with zeros."""
+        """Attention with the heads of the cache: those of a layer with fewer or smaller ones are
+        padded with zeros.
+        """
         config, (heads, dim), value_dim = self.config, call.q.shape[1:], call.v.shape[2]
         key_heads = call.k.shape[1]
         more = config.num_kv_heads - key_heads
         more_queries = heads // key_heads * more
         q, k, v, sinks = call.q, call.k, call.v, call.sinks
         if more or dim < config.head_dim:
-            q, k = (F.pad(part, (0, config.head_dim - dim, 0, added)) for part, added in ((q, more_queries), (k, more)))
+            q, k = (
+                F.pad(part, (0, config.head_dim - dim, 0, added))
+                for part, added in ((q, more_queries), (k, more))
+            )
         if more or value_dim < config.head_dim:
             v = F.pad(v, (0, config.head_dim - value_dim, 0, more))
         if sinks is not None and more:
             sinks = F.pad(sinks, (0, more_queries))
-        return attend(q, k, v, AttentionConfig(float(call.scale), call.softcap), sinks)[:, :heads, :value_dim]
+        return attend(q, k, v, AttentionConfig(float(call.scale), call.softcap), sinks)[
+            :, :heads, :value_dim
+        ]
 
     def _run_experts(self, kind: LayerKind, attend: Attend, call: ExpertsCall) -> Tensor:
         """Each token x [T, H] through its experts."""
@@ -205,7 +252,9 @@ class TransformersDecoder:
             self._functions.__enter__()
             self._bind(kind, attend)  # other batches have run meanwhile
 
-    def _experts(self, call: ExpertsCall, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor) -> Tensor:
+    def _experts(
+        self, call: ExpertsCall, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor
+    ) -> Tensor:
         """Rows x [rows, H] through their experts."""
         module, weights = call.module, self._weights
         assert weights is not None
@@ -236,14 +285,21 @@ def decoder_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return the forward pass by `rms_norm` of a module that computes a root-mean-square norm; None for others.
+    """Return the forward pass by `rms_norm` of a module that computes a root-mean-square norm; None
+    for others.
 
-    Classes have various names, and some add one to the weight. So the module is tried, on rows that `eps` matters
-    for.
+    Classes have various names, and some add one to the weight. So the module is tried, on rows that
+    `eps` matters for.
     """
     constants = [value for value in module.__dict__.values() if isinstance(value, float)]
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._buffers or module._modules:
+    if (
+        weight is None
+        or weight.dim() != 1
+        or len(module._parameters) != 1
+        or module._buffers
+        or module._modules
+    ):
         return None
     if len(constants) != 1 or constants[0] <= 0 or len(signature(module.forward).parameters) != 1:
         return None
@@ -254,13 +310,19 @@ def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     trial._parameters = {"weight": trial_weight}
     expected = trial(x)
     for plus_one in (False, True):
-        if torch.allclose(layer_rows.rms_norm(x, trial_weight, eps, plus_one), expected, rtol=1e-4, atol=1e-6):
+        if torch.allclose(
+            layer_rows.rms_norm(x, trial_weight, eps, plus_one), expected, rtol=1e-4, atol=1e-6
+        ):
             return partial(_fused_norm, module._parameters, module.forward, eps, plus_one)
     return None
 
 
 def _fused_norm(
-    parameters: Mapping[str, Any], forward: Callable[[Tensor], Tensor], eps: float, plus_one: bool, x: Tensor
+    parameters: Mapping[str, Any],
+    forward: Callable[[Tensor], Tensor],
+    eps: float,
+    plus_one: bool,
+    x: Tensor,
 ) -> Tensor:
     weight = parameters["weight"]
     # Some weights stay in float32.

@@ -22,7 +22,8 @@ from flexgen_helm.models.transformers_backend.interfaces import IMPLEMENTATION, 
 
 # Layers, experts and heads of a model at most.
 MAX_MODULES = 4096
-# Entries that choose code, storage, or what a model returns besides logits; training leaves some of them.
+# Entries that choose code, storage, or what a model returns besides logits; training leaves some of
+# them.
 _WITHOUT_VALUES = re.compile(
     "auto_map|quantization_config|_.*|output_(attentions|hidden_states|router_logits)|(use_)?return_dict|torchscript|"
     "chunk_size_feed_forward"
@@ -36,16 +37,23 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torc
 def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     """Build the causal model of a configuration without weights.
 
-    has_buffers: buffers that are not too large have their values; else all tensors are on the meta device.
+    has_buffers: buffers that are not too large have their values; else all tensors are on the meta
+        device.
     """
     cls, config = class_and_config(config_text)
     from transformers.initialization import no_init_weights
 
     register()
     config.use_cache = False
-    with _NoLargeTensors() if has_buffers else torch.device("meta"), no_init_weights(), _meta_parameters():
+    with (
+        _NoLargeTensors() if has_buffers else torch.device("meta"),
+        no_init_weights(),
+        _meta_parameters(),
+    ):
         try:
-            model = cls._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+            model = cls._from_config(
+                config, attn_implementation=IMPLEMENTATION, dtype=torch.float32
+            )
         except KeyError:  # it chooses among classes that it knows by name
             model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.config._attn_implementation = IMPLEMENTATION  # masks are ours in any case
@@ -60,14 +68,18 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
 
 
 def class_and_config(config_text: str) -> tuple[Any, Any]:
-    """Return the causal class of a configuration and its own configuration: of several parts, the language model's.
+    """Return the causal class of a configuration and its own configuration: of several parts, the
+    language model's.
 
-    Raises `UnsupportedArchitectureError` for one without a causal class, and what a configuration class raises.
+    Raises `UnsupportedArchitectureError` for one without a causal class, and what a configuration
+    class raises.
     """
     with import_lock("transformers"):
         import transformers
         from transformers import CONFIG_MAPPING, AutoConfig
-    content = _checked(transformers.PretrainedConfig._decode_special_floats(json.loads(config_text)))
+    content = _checked(
+        transformers.PretrainedConfig._decode_special_floats(json.loads(config_text))
+    )
     name = next(iter(content.pop("architectures", None) or ()), "")
     cls: Any = getattr(transformers, name, None)
     is_causal = cls is not None and name.endswith(("ForCausalLM", "LMHeadModel"))
@@ -78,17 +90,23 @@ def class_and_config(config_text: str) -> tuple[Any, Any]:
     config = whole.get_text_config()
     if not is_causal:  # the language model of one of several parts
         listed = transformers.AutoModelForCausalLM._model_mapping
-        unlisted = [getattr(transformers, name) for name in UNLISTED_CLASSES if hasattr(transformers, name)]
+        unlisted = [
+            getattr(transformers, name) for name in UNLISTED_CLASSES if hasattr(transformers, name)
+        ]
         classes = {cls.config_class: cls for cls in unlisted}
         cls = listed[type(config)] if type(config) in listed else classes.get(type(config))
         if cls is None:
-            raise UnsupportedArchitectureError(f"{name} has a language model that transformers does not have alone")
+            raise UnsupportedArchitectureError(
+                f"{name} has a language model that transformers does not have alone"
+            )
         config.tie_word_embeddings = whole.tie_word_embeddings
     return cls, config
 
 
 class _NoLargeTensors(TorchFunctionMode):
-    """Makes large tensors on the meta device: weights, which come from elsewhere, and masks, which nobody uses."""
+    """Makes large tensors on the meta device: weights, which come from elsewhere, and masks, which
+    nobody uses.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -100,9 +118,11 @@ class _NoLargeTensors(TorchFunctionMode):
 
 
 def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that describe the model and its parts, without those that choose code, storage or outputs.
+    """Return the entries that describe the model and its parts, without those that choose code,
+    storage or outputs.
 
-    Raises `ValueError` for numbers of layers or experts that no model has: modules of each would be made.
+    Raises `ValueError` for numbers of layers or experts that no model has: modules of each would be
+    made.
     """
     checked = {}
     for name, value in content.items():
@@ -115,10 +135,14 @@ def _checked(content: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Move every parameter that this thread makes to the meta device as soon as it is registered."""
+    """Move every parameter that this thread makes to the meta device as soon as it is
+    registered.
+    """
     thread = threading.get_ident()
 
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def to_meta(
+        module: nn.Module, name: str, parameter: nn.Parameter | None
+    ) -> nn.Parameter | None:
         if parameter is None or parameter.device.type == "meta" or threading.get_ident() != thread:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)

@@ -2,7 +2,8 @@
 
 The functions here ask the bindings of the module that calls them, which the caller of a layer sets.
 
-Shapes: T tokens, H hidden size, Hq query heads, Hk key heads, D and Dv elements of a head, K experts of a token.
+Shapes: T tokens, H hidden size, Hq query heads, Hk key heads, D and Dv elements of a head, K
+    experts of a token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from flexgen_helm.models.config import Window
 IMPLEMENTATION = "flexgen_helm"
 # Whether what models ask for is looked at closely: once for each model, with one sequence.
 is_traced: ContextVar[bool] = ContextVar("is_traced", default=False)
-# Tensors that modules may pass to attention besides: sinks, and positions, which are in the rotated queries and keys.
+# Tensors that modules may pass to attention besides: sinks, and positions, which are in the rotated
+# queries and keys.
 _KNOWN = {"s_aux", "position_ids"}
 
 
@@ -50,8 +52,8 @@ class Mask:
 class AttentionCall:
     """What a module asks of attention: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> [T, Hq, Dv].
 
-    scale: factor on scores. softcap: scores become cap tanh(score / cap). sinks: [Hq], logits that take a share of the
-    softmax and have no value.
+    scale: factor on scores. softcap: scores become cap tanh(score / cap). sinks: [Hq], logits that
+    take a share of the softmax and have no value.
     key: k as the module has it.
     """
 
@@ -105,7 +107,9 @@ def register() -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value that is passed on can change nothing that depends on tokens: no tensor, and no object."""
+    """Whether a value that is passed on can change nothing that depends on tokens: no tensor, and
+    no object.
+    """
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -116,12 +120,19 @@ def _attention(
     bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
     assert bindings.attend is not None
     if is_traced.get():
-        unknown = [name for name, option in options.items() if not is_plain(option) and name not in _KNOWN]
+        unknown = [
+            name for name, option in options.items() if not is_plain(option) and name not in _KNOWN
+        ]
         if unknown:
-            raise UnsupportedArchitectureError(f"{type(module).__name__} passes {unknown[0]} to attention")
+            raise UnsupportedArchitectureError(
+                f"{type(module).__name__} passes {unknown[0]} to attention"
+            )
     mask = attention_mask
     if not isinstance(mask, Mask):
-        says_causal = options.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        says_causal = (
+            options.get("is_causal") is not False
+            and getattr(module, "is_causal", True) is not False
+        )
         mask = Mask(is_causal=mask is None and says_causal)
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -129,17 +140,21 @@ def _attention(
     if latents is not None:
         query = latents.queries(query)
     q, k, v = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
-    out = bindings.attend(AttentionCall(q, k, v, mask, scale, options.get("softcap"), options.get("s_aux"), key))
+    out = bindings.attend(
+        AttentionCall(q, k, v, mask, scale, options.get("softcap"), options.get("s_aux"), key)
+    )
     if latents is not None:
         out = latents.outputs(out)
     return out.contiguous().unsqueeze(0), None
 
 
 class _Latents:
-    """Attention over latents, of which the keys and values of all heads are products (DeepSeek-V2, section 2.1.2).
+    """Attention over latents, of which the keys and values of all heads are products (DeepSeek-V2,
+    section 2.1.2).
 
-    The score of a head is q·(U c) = (Uᵀ q)·c, and its output Σ p (V c) = V (Σ p c), with p the softmax of scores. So U
-    and V are applied to queries and to outputs, and the cache has one head: the latent c and the rotated elements.
+    The score of a head is q·(U c) = (Uᵀ q)·c, and its output Σ p (V c) = V (Σ p c), with p the
+    softmax of scores. So U and V are applied to queries and to outputs, and the cache has one head:
+    the latent c and the rotated elements.
 
     attention: a module of `transformers` that expands latents by its method `expand_kv`.
     """
@@ -163,13 +178,17 @@ class _Latents:
         """Return U [Hq, plain elements of a key, rank] and V [Hq, Dv, rank]."""
         attention = self._attention
         sizes = attention.qk_nope_head_dim, attention.v_head_dim
-        u, v = attention.kv_b_proj.weight.view(-1, sum(sizes), attention.kv_lora_rank).split(sizes, dim=1)
+        u, v = attention.kv_b_proj.weight.view(-1, sum(sizes), attention.kv_lora_rank).split(
+            sizes, dim=1
+        )
         return u, v
 
 
 def _mask(*, mask_function: Any = None, local_size: int | None = None, **sizes: Any) -> Mask:
     """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
-    windows = [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
+    windows = (
+        [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
+    )
     shape = sizes.get("batch_size", 1), 1, sizes.get("q_length", 0), sizes.get("kv_length", 0)
     if mask_function is None or not is_traced.get():
         return Mask(windows[0], shape=shape)
@@ -178,28 +197,48 @@ def _mask(*, mask_function: Any = None, local_size: int | None = None, **sizes: 
 
 
 def _is_causal_window(mask_function: Any, window: Window | None) -> bool:
-    """Whether a mask function is that of causal attention over a window, tried at some positions around its edge."""
+    """Whether a mask function is that of causal attention over a window, tried at some positions
+    around its edge.
+    """
     reach = 64 if window is None else window.tokens
     zero = torch.tensor(0)
     return all(
         bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
         == (key <= query and (window is None or key >= window.oldest(query)))
         for query in {1, 5, reach - 1, reach, reach + 1, reach + 3, 2 * reach + 1}
-        for key in {0, 1, query - reach - 1, query - reach, query - reach + 1, query - 1, query, query + 1}
+        for key in {
+            0,
+            1,
+            query - reach - 1,
+            query - reach,
+            query - reach + 1,
+            query - 1,
+            query,
+            query + 1,
+        }
         if query >= 0 and key >= 0
     )
 
 
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     bindings: Bindings = module.__dict__["flexgen_helm_bindings"]
     assert bindings.run_experts is not None
     return bindings.run_experts(ExpertsCall(module, hidden_states, top_k_index, top_k_weights))
 
 
 def _let_llama4_select(block: Any) -> None:
-    """Let a Llama 4 block name the experts of each token; its own code passes every token through all of them."""
+    """Let a Llama 4 block name the experts of each token; its own code passes every token through
+    all of them.
+    """
     experts = block.experts
-    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = True, True, False, False
+    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = (
+        True,
+        True,
+        False,
+        False,
+    )
 
     def apply_gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -219,18 +258,23 @@ def _let_llama4_select(block: Any) -> None:
 
 
 def _select_all(*positional: Any, **named: Any) -> None:
-    """Stand for an indexer, which selects all keys as long as there are no more than `index_topk`."""
+    """Stand for an indexer, which selects all keys as long as there are no more than
+    `index_topk`.
+    """
 
 
 def adapt(module: Any) -> None:
-    """Let a module attend to latents instead of expanding them, and to all keys, and name the experts that it selects.
+    """Let a module attend to latents instead of expanding them, and to all keys, and name the
+    experts that it selects.
 
     The context of a model with indexers ends where they would leave keys out (`read_config`).
     """
-    if "indexer" in {*module._modules, *module.__dict__}:  # None where an earlier layer's selection is used again
+    # None where an earlier layer's selection is used again
+    if "indexer" in {*module._modules, *module.__dict__}:
         module._modules.pop("indexer", None)
         module.__dict__["indexer"] = _select_all
     if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
         module.__dict__["flexgen_helm_latents"] = _Latents(module)
-    if type(module).__name__ == "Llama4TextMoe":  # computes experts outside of `transformers`' experts interface
+    # computes experts outside of `transformers`' experts interface
+    if type(module).__name__ == "Llama4TextMoe":
         _let_llama4_select(module)

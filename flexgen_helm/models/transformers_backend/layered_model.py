@@ -3,11 +3,13 @@
     forward of the model     code before the layers | layer 0 | layer 1 | … | code after them
     here                     `before`               | `layer(0)`, `layer(1)`, … | `after`
 
-The model is built without weights. In its list of layers stand-ins take the place of the layers: they record what the
-model passes to each of them, and return the hidden states that they are told. So everything around the layers is the
-model's own code: embeddings, positions, final norm, scaling and caps of logits.
+The model is built without weights. In its list of layers stand-ins take the place of the layers:
+they record what the model passes to each of them, and return the hidden states that they are told.
+So everything around the layers is the model's own code: embeddings, positions, final norm, scaling
+and caps of logits.
 
-Attention and experts go through the interfaces of `transformers`, to functions that the caller of a layer binds.
+Attention and experts go through the interfaces of `transformers`, to functions that the caller of a
+layer binds.
 """
 
 from __future__ import annotations
@@ -44,13 +46,19 @@ class LayerArguments:
 
     @property
     def layer_input(self) -> Tensor:
-        """The input that a table has for this layer and each token, [1, T, P]: the only tensor of this kind."""
-        return next(value for value in (*self.positional, *self.named.values()) if _is_layer_input(value))
+        """The input that a table has for this layer and each token, [1, T, P]: the only tensor of
+        this kind.
+        """
+        return next(
+            value for value in (*self.positional, *self.named.values()) if _is_layer_input(value)
+        )
 
     @property
     def shared_keys(self) -> UserDict[str, tuple[Tensor, Tensor]]:
         """Keys and values that layers leave to later ones; empty where they do not."""
-        return next((value for value in self.named.values() if isinstance(value, UserDict)), UserDict())
+        return next(
+            (value for value in self.named.values() if isinstance(value, UserDict)), UserDict()
+        )
 
     def with_layer_input(self, table_rows: Tensor) -> LayerArguments:
         """Return the same with another input of the layer."""
@@ -58,15 +66,23 @@ class LayerArguments:
 
     def with_past(self, past: PastOfTokens) -> LayerArguments:
         """Return the same with another stand-in for the cache, where a layer is given one."""
-        return self._with(lambda name, value: past if name in self.caches else value) if self.caches else self
+        return (
+            self._with(lambda name, value: past if name in self.caches else value)
+            if self.caches
+            else self
+        )
 
     def with_shared_keys(self, shared: Mapping[str, tuple[Tensor, Tensor]]) -> LayerArguments:
         """Return the same with keys and values of the layers before."""
-        return self._with(lambda name, value: type(value)(shared) if isinstance(value, UserDict) else value)
+        return self._with(
+            lambda name, value: type(value)(shared) if isinstance(value, UserDict) else value
+        )
 
     def _with(self, new: Callable[[str, Any], Any]) -> LayerArguments:
         named = {name: new(name, value) for name, value in self.named.items()}
-        return LayerArguments(tuple(new("", value) for value in self.positional), named, self.caches)
+        return LayerArguments(
+            tuple(new("", value) for value in self.positional), named, self.caches
+        )
 
 
 class LayeredModel:
@@ -75,20 +91,25 @@ class LayeredModel:
     model: the causal model.
     layers: its decoder layers, which are not reachable from `model` any more.
     layers_path: name of their list in the model's state dict.
-    first_position: row of the first token in a table of positions. Descendants of RoBERTa do not use those up to the
-        padding token's.
+    first_position: row of the first token in a table of positions. Descendants of RoBERTa do not
+        use those up to the padding token's.
     has_states: layers keep states; they are passed a mask.
     own_attention: modules compute attention in their own code.
     """
 
     def __init__(
-        self, config_text: str, device: torch.device | str, has_states: bool = False, own_attention: bool = False
+        self,
+        config_text: str,
+        device: torch.device | str,
+        has_states: bool = False,
+        own_attention: bool = False,
     ) -> None:
         """config_text: content of `config.json`.
 
         device: of buffers; 'meta' for a model that only shapes pass.
 
-        Raises `UnsupportedArchitectureError` for what `transformers` does not know, or does not run this way.
+        Raises `UnsupportedArchitectureError` for what `transformers` does not know, or does not run
+        this way.
         """
         self.bindings, self.has_states, self.own_attention = Bindings(), has_states, own_attention
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
@@ -98,25 +119,32 @@ class LayeredModel:
         for index, (layer, state) in enumerate(zip(self.layers, self._states)):
             found[index] = _StandIn(layer, state)
         self._cache_names = [
-            frozenset().union(*(cache_names(part) for part in layer.modules())) for layer in self.layers
+            frozenset().union(*(cache_names(part) for part in layer.modules()))
+            for layer in self.layers
         ]
         embeddings: Any = getattr(self.base, "embeddings", None)
         self.first_position = 0
         if hasattr(embeddings, "create_position_ids_from_input_ids"):
             self.first_position = int(embeddings.padding_idx) + 1
         if self.layer_input_table is not None:
-            # Token ids that the table lacks are row 0. Rows that were looked up are numbered anew, and all are there.
+            # Token ids that the table lacks are row 0. Rows that were looked up are numbered anew,
+            # and all are there.
             self.base.config.vocab_size_per_layer_input = torch.iinfo(torch.long).max
         for module in (self.model, *self.layers):
             module.requires_grad_(False)
             for path, part in module.named_modules():
-                part.__dict__["flexgen_helm_bindings"], part.__dict__["flexgen_helm_path"] = self.bindings, path
+                part.__dict__["flexgen_helm_bindings"], part.__dict__["flexgen_helm_path"] = (
+                    self.bindings,
+                    path,
+                )
                 for name, buffer in part._buffers.items():
                     if buffer is not None and buffer.device.type != "meta":
                         part._buffers[name] = buffer.to(device)
 
     def call_directly(self) -> None:
-        """Let modules call each other's `forward` without looking for hooks: a layer calls sixteen of them."""
+        """Let modules call each other's `forward` without looking for hooks: a layer calls sixteen
+        of them.
+        """
         for module in (self.model, *self.layers):
             for part in module.modules():
                 part.__class__ = _without_hooks(type(part))  # type: ignore[arg-type]  # a class is hashable
@@ -124,7 +152,9 @@ class LayeredModel:
 
     @property
     def base(self) -> Any:
-        """The model without its language-model head, and without what wraps a decoder that has no encoder."""
+        """The model without its language-model head, and without what wraps a decoder that has no
+        encoder.
+        """
         base: Any = self.model.base_model
         return getattr(base, "decoder", base)
 
@@ -136,16 +166,20 @@ class LayeredModel:
     def before(self, arguments: Mapping[str, Tensor]) -> tuple[Tensor, list[LayerArguments]]:
         """Run the code before the layers -> hidden [1, T, H], and what each layer is passed.
 
-        arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T]. With embeddings alone, the inputs
-            of layers that a table has are meaningless.
+        arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T]. With embeddings
+            alone, the inputs of layers that a table has are meaningless.
         """
         for state in self._states:
             state.recorded = state.result = None
-        inputs = {**self._with_layer_inputs(arguments), "position_ids": arguments["position_ids"] + self.first_position}
+        inputs = {
+            **self._with_layer_inputs(arguments),
+            "position_ids": arguments["position_ids"] + self.first_position,
+        }
         with suppress(_AllRecordedError):
             try:
                 self._run(self.base, inputs)
-            except (ValueError, IndexError) as error:  # it unpacks what its layers return, and none has run yet
+            # it unpacks what its layers return, and none has run yet
+            except (ValueError, IndexError) as error:
                 expected = _UNPACKED.search(str(error))
                 if expected is None or any(state.num_returned for state in self._states):
                     raise
@@ -162,7 +196,9 @@ class LayeredModel:
             state.hidden = None
         past = PastOfTokens(arguments["position_ids"])
         return hidden, [
-            LayerArguments(given.positional, given.named, names & given.named.keys()).with_past(past)
+            LayerArguments(given.positional, given.named, names & given.named.keys()).with_past(
+                past
+            )
             for given, names in zip(recorded, self._cache_names)
         ]
 
@@ -174,9 +210,11 @@ class LayeredModel:
         positions = arguments["position_ids"]
         names = {*parameter_names(self.base)}
         if "position_ids" not in names:  # it numbers tokens from those that its cache has on
-            caches = cache_names(self.base) | names & {"past_key_values", "cache"}  # not all are annotated
+            # not all are annotated
+            caches = cache_names(self.base) | names & {"past_key_values", "cache"}
             arguments = {**arguments, **dict.fromkeys(caches, PastOfTokens(positions))}
-        if hasattr(getattr(self.base, "embeddings", None), "token_type_ids"):  # as many as positions of a sequence
+        # as many as positions of a sequence
+        if hasattr(getattr(self.base, "embeddings", None), "token_type_ids"):
             arguments = {**arguments, "token_type_ids": torch.zeros_like(positions)}
         without_values = positions.device.type == "meta" and not self.own_attention
         mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
@@ -186,7 +224,9 @@ class LayeredModel:
             return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H] or [1, T, S, H]."""
+        """Run one layer, hidden [1, T, H] -> [1, T, H]; of S streams [S, 1, T, H] or [1, T, S,
+        H].
+        """
         with OwnAttention(self.bindings) if self.own_attention else nullcontext():
             out = self.layers[index](hidden, *arguments.positional, **arguments.named)
         self._states[index].num_returned = len(out) if isinstance(out, tuple) else 0
@@ -201,7 +241,9 @@ class LayeredModel:
         """
         for state in self._states:
             state.recorded, state.result = None, hidden
-        embeds = hidden if hidden.dim() == 3 else hidden[:, :, 0] if hidden.shape[0] == 1 else hidden[0]
+        embeds = (
+            hidden if hidden.dim() == 3 else hidden[:, :, 0] if hidden.shape[0] == 1 else hidden[0]
+        )
         arguments = {"inputs_embeds": embeds, "position_ids": positions}
         try:
             logits: Tensor = self._run(self.model, self._with_layer_inputs(arguments)).logits
@@ -215,12 +257,16 @@ class LayeredModel:
         table, embeds = self.layer_input_table, arguments.get("inputs_embeds")
         if table is None or embeds is None:
             return dict(arguments)
-        inputs = embeds.new_zeros((*embeds.shape[:2], len(self.layers), table.embedding_dim // len(self.layers)))
+        inputs = embeds.new_zeros(
+            (*embeds.shape[:2], len(self.layers), table.embedding_dim // len(self.layers))
+        )
         return {**arguments, "per_layer_inputs": inputs}
 
     @contextmanager
     def bound(
-        self, attend: Callable[[AttentionCall], Tensor] | None, run_experts: Callable[[ExpertsCall], Tensor] | None
+        self,
+        attend: Callable[[AttentionCall], Tensor] | None,
+        run_experts: Callable[[ExpertsCall], Tensor] | None,
     ) -> Iterator[None]:
         """Let modules call these functions."""
         self.bindings.attend, self.bindings.run_experts = attend, run_experts
@@ -237,13 +283,18 @@ def _without_hooks(module_class: Any) -> type[nn.Module]:
     def call(self: Any, *positional: Any, **named: Any) -> Any:
         return self.forward(*positional, **named)
 
-    return type(module_class.__name__, (module_class,), {"__call__": call, "__module__": module_class.__module__})
+    return type(
+        module_class.__name__,
+        (module_class,),
+        {"__call__": call, "__module__": module_class.__module__},
+    )
 
 
 def cache_names(module: nn.Module) -> frozenset[str]:
     """Return the parameters of a module that stand for a cache, by their annotations.
 
-    Releases of `transformers` call them `past_key_values`, `cache_params`, `layer_past`, or `cache`.
+    Releases of `transformers` call them `past_key_values`, `cache_params`, `layer_past`, or
+    `cache`.
     """
     annotations = _annotations(type(module))  # type: ignore[arg-type]  # a class is hashable
     return frozenset(name for name, annotation in annotations.items() if _CACHE.search(annotation))
@@ -281,7 +332,9 @@ class PastOfTokens:
         self._positions = positions
 
     def get_seq_length(self, layer_idx: int = 0) -> TokensBefore:
-        """Return the number of tokens before, which models add to 0 … T - 1 to have positions [T]."""
+        """Return the number of tokens before, which models add to 0 … T - 1 to have positions
+        [T].
+        """
         positions = self._positions[0]
         return TokensBefore(positions - torch.arange(len(positions), device=positions.device))
 
@@ -293,7 +346,9 @@ class PastOfTokens:
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
-    def update(self, keys: Tensor, values: Tensor, *layer: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, *layer: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
         return keys, values
 
     def __getattr__(self, name: str) -> Any:
@@ -301,7 +356,9 @@ class PastOfTokens:
 
 
 class TokensBefore:
-    """Stands for the number of tokens before each, [T]; a range from there to as many more is their positions."""
+    """Stands for the number of tokens before each, [T]; a range from there to as many more is their
+    positions.
+    """
 
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts
@@ -338,7 +395,9 @@ class _KnownMask(TorchFunctionMode):
 
 
 class _KnownLength(TorchFunctionMode):
-    """Answers which the last position of traced tokens is: modules ask whether a text is long (LongRoPE)."""
+    """Answers which the last position of traced tokens is: modules ask whether a text is long
+    (LongRoPE).
+    """
 
     def __init__(self, positions: Tensor) -> None:
         super().__init__()
@@ -365,7 +424,8 @@ class _StandInState:
 
     hidden, recorded: hidden states and other arguments of its last call.
     result: hidden states that it returns; None while arguments are recorded.
-    num_returned: values of the tuple that it returns, hidden states first; 0 for hidden states alone.
+    num_returned: values of the tuple that it returns, hidden states first; 0 for hidden states
+        alone.
     """
 
     is_last: bool
@@ -403,7 +463,9 @@ class _StandIn(nn.Module):
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module itself and the buffers that checkpoints have, such as biases of routers."""
+    """Return the parameters of a module itself and the buffers that checkpoints have, such as
+    biases of routers.
+    """
     buffers = {
         name: buffer for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set

@@ -1,4 +1,5 @@
-"""Attention that modules compute in their own code, as two products around a softmax, becomes a call of the engine's.
+"""Attention that modules compute in their own code, as two products around a softmax, becomes a
+call of the engine's.
 
     module   matmul(q, kᵀ)    / √D  + mask  softmax  dropout    matmul(…, v)
     here     Scores(q, k)     noted         the same Scores     attend(q, k, v)
@@ -31,7 +32,12 @@ class Scores:
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, scale: Any = 1.0, mask: Mask | None = None, are_weights: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: Any = 1.0,
+        mask: Mask | None = None,
+        are_weights: bool = False,
     ) -> None:
         self.q, self.k, self.scale, self.mask, self.are_weights = q, k, scale, mask, are_weights
         self.shape, self.dtype = torch.Size((*q.shape[:-1], k.shape[-1])), q.dtype
@@ -92,7 +98,11 @@ class OwnAttention(TorchFunctionMode):
         if isinstance(args[0] if args else None, Scores):
             if func is F.dropout:
                 return args[0]
-            if func is torch.max and args[1].numel() == 1 and float(args[1]) <= torch.finfo(args[0].dtype).min:
+            if (
+                func is torch.max
+                and args[1].numel() == 1
+                and float(args[1]) <= torch.finfo(args[0].dtype).min
+            ):
                 return args[0]
             if func in _SOFTMAX:
                 return args[0].softmax(*args[1:], **kwargs)
@@ -109,13 +119,16 @@ class OwnAttention(TorchFunctionMode):
     def _attend(self, scores: Scores, v: Tensor) -> Tensor:
         attend = self._bindings.attend
         assert attend is not None
-        q, k, values = (x.flatten(0, -3).transpose(0, 1) for x in (scores.q, scores.k.transpose(-1, -2), v))
+        q, k, values = (
+            x.flatten(0, -3).transpose(0, 1) for x in (scores.q, scores.k.transpose(-1, -2), v)
+        )
         mask = scores.mask or Mask(is_causal=False)
         out = attend(AttentionCall(q, k, values, mask, scores.scale)).transpose(0, 1)
         return out.view(*v.shape[:-3], *out.shape)
 
     def _fused(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False,
         scale: float | None = None, **named: Any,
     ) -> Tensor:  # fmt: skip
         mask = attn_mask if attn_mask is not None else Mask(is_causal=is_causal)

@@ -31,7 +31,8 @@ from flexgen_helm.models.transformers_backend.trace import (
 
 OWN_ATTENTION = "computes attention in a way that is not known here"
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
-# Names of the context length; a model of states alone may have none, and then takes more than any request has.
+# Names of the context length; a model of states alone may have none, and then takes more than any
+# request has.
 _POSITIONS = (
     "max_position_embeddings",
     "n_positions",
@@ -46,8 +47,8 @@ _ANY_LENGTH = 1 << 20
 def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
     """Fill the record of a model from its `config.json`.
 
-    Raises `UnsupportedArchitectureError` naming the class and what is not supported of it, `ValueError` for entries
-    that its configuration cannot have.
+    Raises `UnsupportedArchitectureError` naming the class and what is not supported of it,
+    `ValueError` for entries that its configuration cannot have.
     """
     text = json.dumps(content, sort_keys=True)
     with _one_at_a_time:
@@ -57,7 +58,9 @@ def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
             try:
                 return _read(content, text, own_attention=True)
             except UnsupportedArchitectureError as in_own_code:
-                has_interface = getattr(class_and_config(text)[0], "_supports_attention_backend", False)
+                has_interface = getattr(
+                    class_and_config(text)[0], "_supports_attention_backend", False
+                )
                 raise error if has_interface or error.__cause__ is None else in_own_code from None
 
 
@@ -80,11 +83,17 @@ def _read(content: Mapping[str, Any], text: str, own_attention: bool = False) ->
     return _record(model, trace, architecture, text)
 
 
-def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str) -> TransformersConfig:
+def _record(
+    model: LayeredModel, trace: ModelTrace, architecture: str, text: str
+) -> TransformersConfig:
     name, config = type(model.model).__name__, model.model.config.get_text_config()
     in_float32 = kept_in_float32(model.model)
-    kinds = [layer_kind(layer, of_layer, name, in_float32) for layer, of_layer in zip(model.layers, trace.layers)]
-    if model.own_attention and any(kind.num_experts for kind in kinds):  # whose batches wait inside of a layer
+    kinds = [
+        layer_kind(layer, of_layer, name, in_float32)
+        for layer, of_layer in zip(model.layers, trace.layers)
+    ]
+    # whose batches wait inside of a layer
+    if model.own_attention and any(kind.num_experts for kind in kinds):
         raise UnsupportedArchitectureError(f"{name} has experts beside attention in its own code")
     # Whether a layer has neither attention nor a state is said by the configuration (Nemotron-H).
     words = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
@@ -98,8 +107,8 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
     if len({window.is_chunked for window in windows}) > 1:
         raise UnsupportedArchitectureError(f"{name} has sliding windows and chunks")
     modules = _modules(model, trace, kinds, by_layer, text)
-    # The most key heads and the largest group may be of two layers: no layer has more query heads than their product.
-    # Without attention, no layer has keys.
+    # The most key heads and the largest group may be of two layers: no layer has more query heads
+    # than their product. Without attention, no layer has keys.
     kv_heads = max((call.k.shape[1] for call in calls), default=1)
     group = max((call.q.shape[1] // call.k.shape[1] for call in calls), default=1)
     return TransformersConfig(
@@ -115,7 +124,8 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
         embed_size=model.base.get_input_embeddings().weight.shape[1],
         tied_head=modules.head_key in (model.model.all_tied_weights_keys or {}),
         windows=tuple(
-            None if call is None or call.mask.window is None else call.mask.window.tokens for call in by_layer
+            None if call is None or call.mask.window is None else call.mask.window.tokens
+            for call in by_layer
         )
         if windows
         else (),
@@ -127,9 +137,15 @@ def _record(model: LayeredModel, trace: ModelTrace, architecture: str, text: str
 
 
 def _modules(
-    model: LayeredModel, trace: ModelTrace, kinds: list[LayerKind], by_layer: list[AttentionCall | None], text: str
+    model: LayeredModel,
+    trace: ModelTrace,
+    kinds: list[LayerKind],
+    by_layer: list[AttentionCall | None],
+    text: str,
 ) -> ModulesConfig:
-    """Describe the modules that compute a model. by_layer: calls of attention; text: of its `config.json`."""
+    """Describe the modules that compute a model. by_layer: calls of attention; text: of its
+    `config.json`.
+    """
     name, distinct = type(model.model).__name__, list(dict.fromkeys(kinds))
     table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -143,7 +159,8 @@ def _modules(
     shared = tuple(
         SharedKeys(
             key, layer, k.shape[1], k.shape[3], v.shape[3],
-            tuple(n for n, call in enumerate(by_layer) if n > layer and call is not None and call.key is k),
+            tuple(n for n, call in enumerate(by_layer)
+                  if n > layer and call is not None and call.key is k),
         )
         for layer, of_layer in enumerate(trace.layers)
         for key, (k, v) in of_layer.shared.items()
@@ -175,25 +192,37 @@ def _first_line(error: Exception) -> str:
 
 
 def _only_call(trace: LayerTrace, name: str) -> AttentionCall | None:
-    """Return the layer's call of attention; None for one that keeps a state instead of keys and values."""
+    """Return the layer's call of attention; None for one that keeps a state instead of keys and
+    values.
+    """
     if not trace.calls and trace.mixers:
         return None
     if len(trace.calls) != 1:
-        why = "keep states, or attend, in a way of their own" if not trace.calls else "need several caches"
+        why = (
+            "keep states, or attend, in a way of their own"
+            if not trace.calls
+            else "need several caches"
+        )
         raise UnsupportedArchitectureError(
-            f"{name} has layers that {why}, which is not supported: they call attention {len(trace.calls)} times "
-            "through transformers' attention interface"
+            f"{name} has layers that {why}, which is not supported: they call attention "
+            f"{len(trace.calls)} times through transformers' attention interface"
         )
     (call,) = trace.calls
     if not call.mask.is_causal:
-        raise UnsupportedArchitectureError(f"attention of {name} is neither causal nor over a causal window")
+        raise UnsupportedArchitectureError(
+            f"attention of {name} is neither causal nor over a causal window"
+        )
     if call.k.shape[0] != call.q.shape[0] or call.q.shape[1] % call.k.shape[1]:
-        raise UnsupportedArchitectureError(f"attention of {name} has keys of other tokens than its queries")
+        raise UnsupportedArchitectureError(
+            f"attention of {name} has keys of other tokens than its queries"
+        )
     return call
 
 
 def _outside(model: LayeredModel, called: set[int]) -> Shapes:
-    """Return the tensors outside the layers whose modules were called, without the table and the head's matrix."""
+    """Return the tensors outside the layers whose modules were called, without the table and the
+    head's matrix.
+    """
     head = model.model.get_output_embeddings()
     tables = model.base.get_input_embeddings(), model.layer_input_table
     return tuple(
@@ -201,7 +230,8 @@ def _outside(model: LayeredModel, called: set[int]) -> Shapes:
         for path, module in model.model.named_modules()
         if id(module) in called or module in (model.model, model.base)
         for name, tensor in own_tensors(module).items()
-        if not (name == "weight" and module in (*tables, head)) and not (name == "bias" and module is head)
+        if not (name == "weight" and module in (*tables, head))
+        and not (name == "bias" and module is head)
     )
 
 
@@ -209,7 +239,12 @@ def _moe(kinds: list[LayerKind]) -> MoEConfig | None:
     kind = next((kind for kind in kinds if kind.num_experts), None)
     if kind is None:
         return None
-    (inner, *_) = (shape[1] for stack in kind.experts for entry, shape in stack.matrices if entry == "down_proj")
+    (inner, *_) = (
+        shape[1]
+        for stack in kind.experts
+        for entry, shape in stack.matrices
+        if entry == "down_proj"
+    )
     dense = tuple(layer for layer, its_kind in enumerate(kinds) if not its_kind.num_experts)
     return MoEConfig(kind.num_experts, kind.per_token, inner, dense_layers=dense)
 
@@ -217,7 +252,8 @@ def _moe(kinds: list[LayerKind]) -> MoEConfig | None:
 def _max_positions(config: Any) -> int:
     """Return the context length, as far as a token's rotation depends on its position alone.
 
-    LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the original context.
+    LongRoPE and dynamic scaling change the rotation of all tokens beside one that is beyond the
+    original context.
     Sparse attention takes all keys as long as there are no more than `index_topk`.
     """
     sizes = (getattr(config, name, None) for name in _POSITIONS)

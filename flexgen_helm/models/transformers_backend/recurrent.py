@@ -1,14 +1,16 @@
 """Modules that keep a state of each sequence: linear attention, Mamba, short convolutions.
 
-Such a module must see each sequence alone. So it runs once for each prompt of a batch, and once for all sequences that
-decode, with the states before. Its linear layers are used once for all tokens, because their weights may be streamed:
+Such a module must see each sequence alone. So it runs once for each prompt of a batch, and once for
+all sequences that decode, with the states before. Its linear layers are used once for all tokens,
+because their weights may be streamed:
 
     all tokens     linear layers of its input
     each group     the module, with what these gave; states before -> states behind
     all tokens     the linear layer of its output
 
-What modules ask of a cache, and how states change, is `transformers`' own code (`LinearAttentionLayer`). Some modules
-drop the states before when they are given several tokens (Jamba): these are given the tokens one after the other.
+What modules ask of a cache, and how states change, is `transformers`' own code
+(`LinearAttentionLayer`). Some modules drop the states before when they are given several tokens
+(Jamba): these are given the tokens one after the other.
 
 Shapes: T tokens, t of them, B sequences, H hidden size.
 """
@@ -40,7 +42,9 @@ class StateCache(PastOfTokens):
         self._layer: Any = LinearAttentionLayer(number_of_states=_MAX_STATES)
         self._on_state = on_state
 
-    def begin(self, kept: Sequence[SequenceState], states: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def begin(
+        self, kept: Sequence[SequenceState], states: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
         """Begin with these states, each [B, elements]; dtype: of convolutions' inputs."""
         layer = self._layer
         for state, flat in zip(kept, states):
@@ -68,17 +72,29 @@ class StateCache(PastOfTokens):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._on_state()
-        return self._layer.conv_states[state_idx] if self._layer.has_previous_state[state_idx] else None
+        return (
+            self._layer.conv_states[state_idx]
+            if self._layer.has_previous_state[state_idx]
+            else None
+        )
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._on_state()
-        return self._layer.recurrent_states[state_idx] if self._layer.has_previous_state[state_idx] else None
+        return (
+            self._layer.recurrent_states[state_idx]
+            if self._layer.has_previous_state[state_idx]
+            else None
+        )
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> Any:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any
+    ) -> Any:
         self._on_state()
         return self._layer.update_conv_state(conv_states, state_idx, **named)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> Any:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any
+    ) -> Any:
         self._on_state()
         return self._layer.update_recurrent_state(recurrent_states, state_idx, **named)
 
@@ -93,7 +109,9 @@ class StateCache(PastOfTokens):
 
     # ---- as transformers 5.20 asks ----
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         self._on_state()
         return any(self._layer.has_previous_state.values())
 
@@ -143,16 +161,23 @@ class MixerRunner:
                 self._group = group
                 cache = StateCache(torch.zeros((1, 1), dtype=torch.long, device=hidden.device))
                 if group.states is not None:
-                    cache.begin(self.mixer.states, group.states.split(self.mixer.sizes, 1), hidden.dtype)
+                    cache.begin(
+                        self.mixer.states, group.states.split(self.mixer.sizes, 1), hidden.dtype
+                    )
 
                 def given(value: Any, group: StateGroup = group, cache: StateCache = cache) -> Any:
-                    """What the group is passed: its tokens' part of what belongs to tokens, and its cache."""
+                    """What the group is passed: its tokens' part of what belongs to tokens, and its
+                    cache.
+                    """
                     if isinstance(value, PastOfTokens):
                         return cache
                     of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
                     return _of_group(value, group) if of_tokens else value
 
-                words = {name: None if name == "attention_mask" else given(value) for name, value in named.items()}
+                words = {
+                    name: None if name == "attention_mask" else given(value)
+                    for name, value in named.items()
+                }
                 part = self._forward(*map(given, positional), **words)
                 if isinstance(part, tuple):
                     part, beside = part[0], (None,) * (len(part) - 1)
@@ -169,7 +194,9 @@ class MixerRunner:
 
 
 def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
-    """Divide groups of several tokens that go on from a state: the first tokens, then the second ones, and so on."""
+    """Divide groups of several tokens that go on from a state: the first tokens, then the second
+    ones, and so on.
+    """
     divided = []
     for group in groups:
         if group.states is None or group.one_each:
@@ -185,7 +212,11 @@ def _steps(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
     # The longest come first, so those that have a token of a step are the first ones.
     groups = sorted(groups, key=lambda group: group.tokens.stop - group.tokens.start, reverse=True)
     tokens = [range(group.tokens.start, group.tokens.stop) for group in groups]
-    states = torch.cat([group.states for group in groups if group.states is not None]) if groups else torch.empty(0)
+    states = (
+        torch.cat([group.states for group in groups if group.states is not None])
+        if groups
+        else torch.empty(0)
+    )
     for step in range(len(tokens[0]) if groups else 0):
         rows = [row[step] for row in tokens if step < len(row)]
         behind = states[: len(rows)]

@@ -1,9 +1,12 @@
-"""What tokens carry from layer to layer of a model of `transformers`, as one row of a tensor for each token.
+"""What tokens carry from layer to layer of a model of `transformers`, as one row of a tensor for
+each token.
 
-    hidden states, of every stream | inputs of every layer, from a second table | keys and values used again
+    hidden states, of every stream | inputs of every layer, from a second table | keys and values
+    used again
 
-Most models have the first part alone, in one stream. Gemma 3n and Hunyuan 4 have four streams. Gemma 3n and Gemma 4
-look up an input of every layer with the token, and their last layers attend with keys and values of an earlier one.
+Most models have the first part alone, in one stream. Gemma 3n and Hunyuan 4 have four streams.
+Gemma 3n and Gemma 4 look up an input of every layer with the token, and their last layers attend
+with keys and values of an earlier one.
 
 Shapes: T tokens, H hidden size, S streams, L layers, P elements of a layer's input.
 """
@@ -38,7 +41,9 @@ class TokenState:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def hidden(self, state: Tensor) -> Tensor:
-        """Rows [T, …] -> hidden states as layers are given them: [1, T, H], of streams [S, 1, T, H] or [1, T, S, H]."""
+        """Rows [T, …] -> hidden states as layers are given them: [1, T, H], of streams [S, 1, T, H]
+        or [1, T, S, H].
+        """
         streams = self._modules.streams
         if streams == 1:
             return state[None, :, : self._streams_end]
@@ -52,7 +57,9 @@ class TokenState:
             arguments = arguments.with_layer_input(state[None, :, first : first + size])
         if self._modules.shared_keys:
             stored = {
-                shared.name: tuple(part.unflatten(1, (shared.heads, -1)).transpose(0, 1)[None] for part in parts)
+                shared.name: tuple(
+                    part.unflatten(1, (shared.heads, -1)).transpose(0, 1)[None] for part in parts
+                )
                 for shared, *parts in self._shared(state)
                 if shared.layer < layer
             }
@@ -60,7 +67,9 @@ class TokenState:
         return arguments
 
     def after(self, state: Tensor, layer: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """Return the rows after a layer; hidden: what it returned. arguments: what it was passed."""
+        """Return the rows after a layer; hidden: what it returned. arguments: what it was
+        passed.
+        """
         rows = self._rows(hidden)
         if self._end == self._streams_end:
             return rows
@@ -77,7 +86,9 @@ class TokenState:
         return hidden.squeeze(1).transpose(0, 1).flatten(1)
 
     def _shared(self, state: Tensor) -> Iterator[tuple[SharedKeys, Tensor, Tensor]]:
-        """Yield the columns of keys and of values that layers leave to later ones, [T, heads * elements] each."""
+        """Yield the columns of keys and of values that layers leave to later ones, [T, heads *
+        elements] each.
+        """
         first = self._inputs_end
         for shared in self._modules.shared_keys:
             middle = first + shared.heads * shared.key_dim

@@ -16,8 +16,20 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.transformers_backend.config import ExpertTensors, LayerKind, Mixer, SequenceState, Shapes
-from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall, Mask, is_plain, is_traced
+from flexgen_helm.models.transformers_backend.config import (
+    ExpertTensors,
+    LayerKind,
+    Mixer,
+    SequenceState,
+    Shapes,
+)
+from flexgen_helm.models.transformers_backend.interfaces import (
+    AttentionCall,
+    ExpertsCall,
+    Mask,
+    is_plain,
+    is_traced,
+)
 from flexgen_helm.models.transformers_backend.layered_model import (
     LayerArguments,
     LayeredModel,
@@ -44,7 +56,8 @@ class LayerTrace:
     experts: calls of experts, by the path of their module.
     shared: keys and values that it leaves to later layers, by name.
     mixers: modules that asked for a state; states: what they kept.
-    one_by_one: passes of one token alone go on from its states; several tokens at once would ignore one.
+    one_by_one: passes of one token alone go on from its states; several tokens at once would ignore
+        one.
     """
 
     order: list[str] = field(default_factory=list)
@@ -60,7 +73,9 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """before, after: identities of the modules outside the layers that were called. hidden: shape of hidden states."""
+    """before, after: identities of the modules outside the layers that were called. hidden: shape
+    of hidden states.
+    """
 
     layers: list[LayerTrace]
     before: set[int]
@@ -88,7 +103,9 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
         _require_no_tokens_in_arguments(model, positions)
         with register_module_forward_pre_hook(lambda module, given: before.add(id(module))):
             hidden, arguments = model.before({"input_ids": ids, "position_ids": positions})
-        arguments_of_one = model.before({"input_ids": ids[:, :1], "position_ids": positions[:, :1]})[1]
+        arguments_of_one = model.before(
+            {"input_ids": ids[:, :1], "position_ids": positions[:, :1]}
+        )[1]
         for index, layer in enumerate(model.layers):
             trace, given = layers[index], arguments[index]
             _require_known_arguments(model, layer, given)
@@ -97,24 +114,37 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
                 cache = StateCache(positions, note_state)
                 out = model.layer(index, hidden, given.with_past(cache))
             trace.states = states = [state for state, _ in cache.found()]
-            trace.shared = {key: pair for key, pair in given.shared_keys.items() if pair is not shared_before.get(key)}
+            trace.shared = {
+                key: pair
+                for key, pair in given.shared_keys.items()
+                if pair is not shared_before.get(key)
+            }
             if states:
-                # `attend` and `run_experts` write to `trace`: of the trials to one that nobody reads.
+                # `attend` and `run_experts` write to `trace`: of the trials to one that nobody
+                # reads.
                 trace = LayerTrace()
                 layers[index].one_by_one = _ignores_a_state(model, index, states, hidden, given)
-                if _ignores_a_state(model, index, states, hidden[..., :1, :], arguments_of_one[index]):
-                    raise UnsupportedArchitectureError(f"{name} does not go on from the states that its layers keep")
+                if _ignores_a_state(
+                    model, index, states, hidden[..., :1, :], arguments_of_one[index]
+                ):
+                    raise UnsupportedArchitectureError(
+                        f"{name} does not go on from the states that its layers keep"
+                    )
             if layers[index].shared.keys() & shared_before:
                 raise UnsupportedArchitectureError(f"{name} replaces keys that layers share")
             if out.shape != hidden.shape:
-                raise UnsupportedArchitectureError(f"the layers of {name} change the shape of the hidden states")
+                raise UnsupportedArchitectureError(
+                    f"the layers of {name} change the shape of the hidden states"
+                )
             hidden = out
         with register_module_forward_pre_hook(lambda module, given: after.add(id(module))):
             model.after(hidden, positions)
     return ModelTrace(layers, before, after, tuple(hidden.shape))
 
 
-def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: LayerArguments) -> None:
+def _require_known_arguments(
+    model: LayeredModel, layer: nn.Module, arguments: LayerArguments
+) -> None:
     """Raise if a layer is given a tensor or an object of which nothing is known here."""
     names = parameter_names(layer)[1:]
     names += ["another tensor"] * (len(arguments.positional) - len(names))
@@ -125,10 +155,12 @@ def _require_known_arguments(model: LayeredModel, layer: nn.Module, arguments: L
             continue
         parts = tree_leaves(value)
         unknown = [part for part in parts if not is_plain(part) and not isinstance(part, Mask)]
-        if unknown and not (name in _KNOWN_TENSORS and all(isinstance(part, Tensor) for part in parts)):
+        if unknown and not (
+            name in _KNOWN_TENSORS and all(isinstance(part, Tensor) for part in parts)
+        ):
             raise UnsupportedArchitectureError(
-                f"{type(model.model).__name__} passes its layers {name} ({type(unknown[0]).__name__}), of which "
-                "nothing is known here"
+                f"{type(model.model).__name__} passes its layers {name} "
+                f"({type(unknown[0]).__name__}), of which nothing is known here"
             )
 
 
@@ -139,7 +171,9 @@ def _ignores_a_state(
     hidden: Tensor,
     arguments: LayerArguments,
 ) -> bool:
-    """Whether a layer's output does not depend on one of the states before; gradients say what it depends on."""
+    """Whether a layer's output does not depend on one of the states before; gradients say what it
+    depends on.
+    """
     for number in range(len(states)):
         values = [torch.zeros((1, *state.shape), device="meta") for state in states]
         values[number].requires_grad_()
@@ -152,7 +186,8 @@ def _ignores_a_state(
 
 
 def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> None:
-    """Raise if the model passes its layers what depends on tokens, besides hidden states and their own inputs.
+    """Raise if the model passes its layers what depends on tokens, besides hidden states and their
+    own inputs.
 
     Such arguments are made again from positions alone (`TransformersDecoder.rotary`).
     """
@@ -162,16 +197,26 @@ def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> N
         _, arguments = model.before({"inputs_embeds": embeds, "position_ids": positions})
     has_inputs = model.layer_input_table is not None
     for given in arguments:
-        values = [value for value in tree_leaves((given.positional, dict(given.named))) if isinstance(value, Tensor)]
-        if any(value.requires_grad and not (has_inputs and value is given.layer_input) for value in values):
+        values = [
+            value
+            for value in tree_leaves((given.positional, dict(given.named)))
+            if isinstance(value, Tensor)
+        ]
+        if any(
+            value.requires_grad and not (has_inputs and value is given.layer_input)
+            for value in values
+        ):
             raise UnsupportedArchitectureError(
-                f"{type(model.model).__name__} passes its layers more that depends on tokens than hidden states"
+                f"{type(model.model).__name__} passes its layers more that depends on tokens than "
+                "hidden states"
             )
 
 
 @contextmanager
 def _one_sequence() -> Iterator[None]:
-    """Look at masks, for which `transformers` must not search several sequences in positions without values."""
+    """Look at masks, for which `transformers` must not search several sequences in positions
+    without values.
+    """
     from transformers import masking_utils
 
     search, overlay = masking_utils.find_packed_sequence_indices, masking_utils.chunked_overlay
@@ -192,16 +237,24 @@ def _one_sequence() -> Iterator[None]:
 def _noted(layer: nn.Module, trace: LayerTrace, name: str) -> Iterator[Callable[[], None]]:
     """Note the modules of a layer that are called, and what passes between them.
 
-    Yields what notes that the innermost module has asked for a state. Raises `UnsupportedArchitectureError` if one that
-    can be given a cache has not been given the stand-in, by whatever name.
+    Yields what notes that the innermost module has asked for a state. Raises
+    `UnsupportedArchitectureError` if one that can be given a cache has not been given the stand-in,
+    by whatever name.
     """
     active: list[str] = []  # modules whose call has begun and not ended, outermost first
 
-    def before(path: str, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before(
+        path: str, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         active.append(path)
         given = {**dict(zip(parameter_names(module), positional)), **named}
-        if any(not isinstance(given[cache], PastOfTokens) for cache in cache_names(module) & given.keys()):
-            raise UnsupportedArchitectureError(f"{name} does not pass its cache on to {path or 'the layer'}")
+        if any(
+            not isinstance(given[cache], PastOfTokens)
+            for cache in cache_names(module) & given.keys()
+        ):
+            raise UnsupportedArchitectureError(
+                f"{name} does not pass its cache on to {path or 'the layer'}"
+            )
         trace.inputs[path] = next(iter((*positional, *named.values())), None)
         trace.order.append(path)
 
@@ -214,7 +267,9 @@ def _noted(layer: nn.Module, trace: LayerTrace, name: str) -> Iterator[Callable[
 
     with ExitStack() as hooks:
         for path, module in layer.named_modules():
-            hooks.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
+            hooks.callback(
+                module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove
+            )
             hooks.callback(module.register_forward_hook(partial(after, path)).remove)
         yield note_state
 
@@ -226,7 +281,9 @@ def is_linear(module: nn.Module) -> bool:
 
 @cache
 def _multiplies(linear_class: type[nn.Linear]) -> bool:
-    """Whether a class multiplies by its weight and adds its bias, tried where it has a forward pass of its own."""
+    """Whether a class multiplies by its weight and adds its bias, tried where it has a forward pass
+    of its own.
+    """
     if linear_class.forward is nn.Linear.forward:
         return True
     with (
@@ -235,23 +292,44 @@ def _multiplies(linear_class: type[nn.Linear]) -> bool:
         torch.random.fork_rng(devices=[]),
     ):  # whatever it is made with, or needs to run
         x, trial = torch.randn(4, 2), linear_class(2, 3)
-        return torch.allclose(trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6)
+        return torch.allclose(
+            trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6
+        )
     return False
 
 
 # What modules of experts may have, and `TransformersDecoder` reads.
-_EXPERT_TENSORS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
-_EXPERT_SETTINGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_concatenated", "is_transposed", "training"}
+_EXPERT_TENSORS = {
+    "gate_up_proj",
+    "up_proj",
+    "down_proj",
+    "gate_up_proj_bias",
+    "up_proj_bias",
+    "down_proj_bias",
+}
+_EXPERT_SETTINGS = {
+    "has_gate",
+    "has_bias",
+    "has_post_expert_norm",
+    "is_concatenated",
+    "is_transposed",
+    "training",
+}
 
 
 def kept_in_float32(model: Any) -> re.Pattern[str]:
-    """Return what finds the names of tensors that `transformers` keeps in float32 in any model of 16 bits."""
+    """Return what finds the names of tensors that `transformers` keeps in float32 in any model of
+    16 bits.
+    """
     names = sorted(model._keep_in_fp32_modules_strict or ())
     return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in names) or "(?!)")
 
 
-def layer_kind(layer: nn.Module, trace: LayerTrace, name: str, in_float32: re.Pattern[str]) -> LayerKind:
-    """Describe a traced layer: its matrices, the tensors that stay beside them, its experts, and its states.
+def layer_kind(
+    layer: nn.Module, trace: LayerTrace, name: str, in_float32: re.Pattern[str]
+) -> LayerKind:
+    """Describe a traced layer: its matrices, the tensors that stay beside them, its experts, and
+    its states.
 
     name: of the model's class.
     in_float32: finds the names of tensors that are kept in float32.
@@ -264,10 +342,16 @@ def layer_kind(layer: nn.Module, trace: LayerTrace, name: str, in_float32: re.Pa
         path
         for path in once
         if not in_float32.search(f"{path}.weight")
-        and (mixer is None or not path.startswith(f"{mixer.path}.") or path in (*mixer.inputs, mixer.output))
+        and (
+            mixer is None
+            or not path.startswith(f"{mixer.path}.")
+            or path in (*mixer.inputs, mixer.output)
+        )
     ]
     experts = tuple(_expert_tensors(path, call, name) for path, call in trace.experts.items())
-    matrices: Shapes = tuple((f"{path}.weight", tuple(modules[path].weight.shape)) for path in streamed)
+    matrices: Shapes = tuple(
+        (f"{path}.weight", tuple(modules[path].weight.shape)) for path in streamed
+    )
     taken = {f"{path}.weight" for path in streamed}
     taken |= {f"{stack.path}.{entry}" for stack in experts for entry, _ in stack.matrices}
     resident: Shapes = tuple(
@@ -294,12 +378,16 @@ def _mixer(trace: LayerTrace, linears: list[str], name: str) -> Mixer | None:
     if not trace.mixers:
         return None
     if len(trace.mixers) > 1:
-        raise UnsupportedArchitectureError(f"{name} has layers in which several modules keep a state")
+        raise UnsupportedArchitectureError(
+            f"{name} has layers in which several modules keep a state"
+        )
     (path,) = trace.mixers
     given, returned = trace.inputs[path], trace.outputs[path]
     returned = returned[0] if isinstance(returned, tuple) else returned
     if not isinstance(returned, Tensor) or returned.shape[:-1] != given.shape[:-1]:
-        raise UnsupportedArchitectureError(f"{name} has states in a module that returns more than hidden states")
+        raise UnsupportedArchitectureError(
+            f"{name} has states in a module that returns more than hidden states"
+        )
     inside = [linear for linear in linears if linear.startswith(f"{path}.")]
     inputs = tuple(linear for linear in inside if trace.inputs[linear] is given)
     output = next((linear for linear in inside if trace.outputs[linear] is returned), "")
@@ -310,14 +398,23 @@ def _mixer(trace: LayerTrace, linears: list[str], name: str) -> Mixer | None:
 def _expert_tensors(path: str, call: ExpertsCall, name: str) -> ExpertTensors:
     module = call.module
     if not f".{path}".endswith(".experts"):
-        raise UnsupportedArchitectureError(f"the experts of {name} are in a module {path}, not experts")
+        raise UnsupportedArchitectureError(
+            f"the experts of {name} are in a module {path}, not experts"
+        )
     tensors = dict(module.named_parameters(recurse=False))
-    settings = {entry for entry, value in module.__dict__.items() if entry.startswith(("has_", "is_")) and value}
+    settings = {
+        entry
+        for entry, value in module.__dict__.items()
+        if entry.startswith(("has_", "is_")) and value
+    }
     if unknown := (settings - _EXPERT_SETTINGS) | (tensors.keys() - _EXPERT_TENSORS):
-        raise UnsupportedArchitectureError(f"the experts of {name} have {min(unknown)}, of which nothing is known here")
+        raise UnsupportedArchitectureError(
+            f"the experts of {name} have {min(unknown)}, of which nothing is known here"
+        )
     transposed = bool(module.is_transposed)
     shapes = {entry: tensor.shape for entry, tensor in tensors.items() if tensor.dim() == 3}
     matrices = tuple(
-        (entry, (columns, rows) if transposed else (rows, columns)) for entry, (_, rows, columns) in shapes.items()
+        (entry, (columns, rows) if transposed else (rows, columns))
+        for entry, (_, rows, columns) in shapes.items()
     )
     return ExpertTensors(path, matrices, transposed)
