@@ -23,7 +23,7 @@ from flexgen_helm.checkpoint.stored_tensors import (
     PublishedTensor,
     StoredPlane,
     StoredTensor,
-    joined,
+    join_headers,
     match_tensors,
 )
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
@@ -140,7 +140,9 @@ def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str
             f"-00001-of-{count:05}.gguf, with the others beside it, or join them by "
             "llama-gguf-split --merge"
         )
-    return parts, joined([header.tensors, *(read_gguf_header(part).tensors for part in parts[1:])])
+    return parts, join_headers(
+        [header.tensors, *(read_gguf_header(part).tensors for part in parts[1:])]
+    )
 
 
 def _require_known_type(tensor: StoredTensor) -> None:

@@ -24,7 +24,12 @@ from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, check_unread
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.stored_tensors import find_stored, joined, match_tensors, read_header
+from flexgen_helm.checkpoint.stored_tensors import (
+    find_stored,
+    join_headers,
+    match_tensors,
+    read_header,
+)
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
@@ -49,7 +54,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files = [path] if path.is_file() else weight_files(folder)
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
-        stored = joined(map(read_header, self._files))
+        stored = join_headers(map(read_header, self._files))
         self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
         quantization = read_quantization(content, folder / CONFIG)
         tensors = logical_tensors(stored, quantization, path)

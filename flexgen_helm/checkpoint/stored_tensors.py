@@ -80,7 +80,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def joined(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def join_headers(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """Return the tensors of all files of a model; raises `CheckpointError` if two of them have one
     of the same name.
     """

@@ -27,10 +27,10 @@ from flexgen_helm.files import existing_folder, replace_text, require_writable
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.plan import simulated_gpu
 from flexgen_helm.planner.problem import MEASURED
 from flexgen_helm.progress import Message, ProgressPhase, report
+from flexgen_helm.tiers import Tier
 
 if TYPE_CHECKING:
     from flexgen_helm.offload.transfer_manager import CopyEngine

@@ -10,7 +10,7 @@ Encoding is the harness's: `TemplateLM` joins context and continuation, `lm_eval
 into windows.
 
 The harness's main branch finds the class by the entry point `flexgen` of the group
-`lm_eval.models`; a release without that needs `register()`.
+`lm_eval.models`; a release without that needs `register_model()`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _ThinkEnd(NamedTuple):
     engine_knows_it: bool
 
 
-def register() -> None:
+def register_model() -> None:
     """Make `flexgen` a model of the harness in this process, unless its entry point has."""
     if "flexgen" not in model_registry:
         model_registry.register("flexgen", target=FlexgenLM)
@@ -148,7 +148,7 @@ def run_command(arguments: Sequence[str]) -> None:
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
-    register()
+    register_model()
     setup_logging()
     before, sys.argv = sys.argv, ["lm-eval", *arguments]  # the harness reads them there
     try:

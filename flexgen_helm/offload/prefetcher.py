@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import NUM_LOADERS
+from flexgen_helm.tiers import NUM_LOADERS
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns
 # them [count, in].

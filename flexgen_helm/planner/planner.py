@@ -17,12 +17,13 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cost_model import RESOURCES
-from flexgen_helm.planner.placement import Machine, StorageSizes, Tier
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import AUTOMATIC, Choices, Policy, Schedule, Workload
+from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
+from flexgen_helm.planner.schedules import AUTOMATIC, Schedule
 from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.planner.weight_placement import (
     Placement,
@@ -30,8 +31,10 @@ from flexgen_helm.planner.weight_placement import (
     place_weights,
     require_least_memory,
 )
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import Tier
 
 # What a run teaches: rates of the machine, corrected by how far its prediction was from the
 # measurement.

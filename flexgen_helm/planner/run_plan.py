@@ -12,7 +12,13 @@ from itertools import product
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.planner.placement import (
+from flexgen_helm.planner.placement import CacheSizes, SchedulerLimits, cache_sizes, tier_fractions
+from flexgen_helm.planner.policy import Choices, Policy
+from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
+from flexgen_helm.planner.search import Solution
+from flexgen_helm.planner.weight_placement import Placement
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.tiers import (
     ACTIVATIONS_SHARE,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
@@ -31,17 +37,10 @@ from flexgen_helm.planner.placement import (
     TIER_PLACES,
     TIERS,
     UNLIMITED,
-    CacheSizes,
     Fractions,
-    SchedulerLimits,
     Tier,
-    cache_sizes,
     limit_flag,
-    tier_fractions,
 )
-from flexgen_helm.planner.policy import ROW, ZIGZAG, Choices, Policy, Schedule, Workload
-from flexgen_helm.planner.search import Solution
-from flexgen_helm.planner.weight_placement import Placement
 
 # The free memory of a run is divided between its hidden states and its KV cache.
 

@@ -24,17 +24,11 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import ModelConfig, expert_of
 from flexgen_helm.planner.placement import (
-    COPIES_SHARE,
-    TIERS,
-    UNLIMITED,
-    Fractions,
     Machine,
     StorageSizes,
-    Tier,
     achieved_fractions,
     cache_sizes,
     choose_tiers,
-    limit_flag,
     loader_buffer_bytes,
     staging_sizes,
     storage_sizes,
@@ -42,6 +36,7 @@ from flexgen_helm.planner.placement import (
 )
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.tiers import COPIES_SHARE, TIERS, UNLIMITED, Fractions, Tier, limit_flag
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
 # host.

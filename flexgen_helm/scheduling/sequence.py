@@ -21,7 +21,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.request import (
     Completion,
     Cost,
@@ -31,6 +30,7 @@ from flexgen_helm.request import (
     GenerationResult,
     TopLogprobs,
 )
+from flexgen_helm.tiers import Tier
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
 
