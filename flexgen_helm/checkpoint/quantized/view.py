@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES, Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     LogicalTensor,
@@ -25,7 +24,12 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
     require,
     title_of,
 )
-from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredTensor
+from flexgen_helm.checkpoint.stored_tensors import (
+    FillRows,
+    PublishedTensor,
+    StoredPlane,
+    StoredTensor,
+)
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.quant.formats import SCALE_BYTES, BlockFormat, scaled_format
 
