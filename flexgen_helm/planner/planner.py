@@ -4,7 +4,7 @@ from each.
 Weights are placed once, before requests are known, for a workload that is typical of evaluation
 suites. Block, cache and hidden states are planned for the lengths of every run, with rates that
 earlier runs have corrected: the machine may be busier, or faster, than when it was measured. No
-    torch.
+torch.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ A request becomes one or more sequences, lines of tokens that have caches:
 
     SHARED_PREFIX   "Answer the question. Q: … A: …"      computed once for several requests
       PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes there ...
-        CONTINUATION    " 4"                              ... or, with several completions, each is
-        a sequence
+        CONTINUATION    " 4"                              ... or each completion is a sequence
 """
 
 from __future__ import annotations
