@@ -160,11 +160,9 @@ class CompletionState:
         return self.finish_reason is not None
 
     def result(self) -> Completion:
-        reason, logprobs, top = (
-            self.finish_reason or "length",
-            tuple(self._logprobs),
-            tuple(self._top),
-        )
+        reason = self.finish_reason or "length"
+        logprobs = tuple(self._logprobs)
+        top = tuple(self._top)
         if self._matcher is None:
             return Completion("", ("",) * len(self._ids), tuple(self._ids), logprobs, reason, top)
         kept = self._matcher.result()

@@ -233,12 +233,10 @@ def _let_llama4_select(block: Any) -> None:
     all of them.
     """
     experts = block.experts
-    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = (
-        True,
-        True,
-        False,
-        False,
-    )
+    experts.is_transposed = True
+    experts.has_gate = True
+    experts.has_bias = False
+    experts.has_post_expert_norm = False
 
     def apply_gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
