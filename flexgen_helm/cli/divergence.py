@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexgen_helm.checkpoint.names import PREFIX, resolve
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, ModelName, OutputPath
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, read_input, say
-from flexgen_helm.cli.engine_flags import (
-    DEFAULT_OUTPUT,
-    JsonFlag,
-    ModelName,
-    OutputPath,
-    check_engine_flags,
-    complete_model,
-)
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexgen_helm.cli.arguments import ModelName
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import ModelName, check_engine_flags, refuse_twice
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.screen import Screen
+from flexgen_helm.cli.typer_commands import refuse_twice
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.files import count, spelled_duration
