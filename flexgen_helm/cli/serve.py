@@ -209,7 +209,7 @@ def lm_eval(context: typer.Context) -> None:
         if word.startswith("-") and not word[1:2].isdigit()
     ]
     refuse_twice(name for name in names if not name.endswith(_JOINED))
-    from flexgen_helm.harnesses.lm_eval import run_command
+    from flexgen_helm.harnesses.lm_eval_command import run_command
 
     try:
         run_command(context.args)

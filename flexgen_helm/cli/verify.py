@@ -229,7 +229,7 @@ def _read(
         return [recorded_lines(path, requests)], None, ()
     if path.suffix == ".json":
         require_lm_eval()
-        from flexgen_helm.harnesses.lm_eval import recorded_answers
+        from flexgen_helm.harnesses.lm_eval_verification import recorded_answers
 
         return [recorded_answers(path)], None, ()
     manifest, answers = read_bundle(path)
