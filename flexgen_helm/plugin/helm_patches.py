@@ -245,7 +245,7 @@ def _execute(
     for one request per thread.
     """
     context = get_context()
-    run_spec = context.needs_requests
+    run_spec = context.must_have_requests
     if run_spec is not None and not scenario_state.request_states:
         # HELM passes over files that are missing, and would score nothing.
         arguments = ", ".join(
@@ -273,7 +273,7 @@ def _execute(
         if any(may_be_rendered(state.request) for state in done.request_states):
             run.chat_template = context.models.chat(run.model).as_json()
         if context.suite is not None:
-            context.suite.add(run)
+            context.suite.add_executed(run)
     return done
 
 
@@ -296,13 +296,13 @@ def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission
         return None  # the client fails in the same way, where HELM reports it
     if any(may_be_rendered(state.request) for state in scenario_state.request_states):
         with suppress(FlexgenError):  # the requests fail in the same way
-            context.tell_once(context.models.chat(model).describe(model.name), False)
+            context.tell_once(context.models.chat(model).describe(model.name), is_warning=False)
     if clipped := sum(request.is_clipped for request in requests):
         name = context.run.name if context.run is not None else model.name
         context.tell_once(
             f"{clipped:,} of {count(len(requests), 'request')} of {name} ask for more tokens than "
             "the model's window leaves, so their max_tokens is lowered to what is left",
-            True,
+            is_warning=True,
         )
     interrupt_on_signals()
     return Submission(model, requests, _uses_cache(spec), instances)
@@ -337,14 +337,15 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
     if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):
         runner = copy(runner)
         runner.skip_completed_runs = False
-    context.needs_requests = run_spec if model is not None and not runner.skip_instances else None
+    makes_requests = model is not None and not runner.skip_instances
+    context.must_have_requests = run_spec if makes_requests else None
     with (
-        context.suite.watched(runner, run_spec)
+        context.suite.recorded_run(runner, run_spec)
         if context.suite is not None
         else observed_by(HelmLog())
     ):
         if model is None or not _is_executed(spec):
-            context.dry_run = folder if runner.dry_run and model is not None else None
+            context.dry_run_folder = folder if runner.dry_run and model is not None else None
             return original(runner, run_spec)
         # else perhaps nothing is computed
         if not (runner.skip_completed_runs or runner.cache_instances_only):
@@ -395,7 +396,7 @@ def _write(original: Callable[[str, str], None], file_path: str, content: str) -
     go into a folder of their own, so that they neither replace results nor pass for them.
     """
     run, path = get_context().run, Path(file_path)
-    if path.parent == get_context().dry_run:
+    if path.parent == get_context().dry_run_folder:
         path = path.parent / DRY_RUN_FOLDER / path.name
         path.parent.mkdir(exist_ok=True)
         return original(str(path), content)
@@ -502,5 +503,5 @@ def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunS
     block.
     """
     if (suite := get_context().suite) is not None:
-        suite.collect(runner, run_specs, partial(original, runner, run_specs))
+        suite.compute_all(runner, run_specs, partial(original, runner, run_specs))
     original(runner, run_specs)

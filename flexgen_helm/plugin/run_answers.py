@@ -86,8 +86,8 @@ def _stored_results(
     models, path = get_context().models, response_cache_path(state_dir(), run.run["fingerprint"])
     if not path.exists():
         return {}
-    found = {}
-    requests = [to_request(state["request"], _kind(run)) for state in states]
+    stored = {}
+    requests = [to_request(state["request"], _request_class(run)) for state in states]
     converted = [to_helm_request(request, model, models) for request in requests]
     with closing(ResponseCache(path)) as cache:
         results = cache.get_many([helm_request.key for helm_request in converted])
@@ -96,16 +96,16 @@ def _stored_results(
             shown = to_request_result(
                 requests[index], helm_request, result, True, models.encoder(model)
             )
-            in_file = [
+            recorded_outputs = [
                 (output["text"], output["logprob"])
                 for output in states[index]["result"]["completions"]
             ]
-            if in_file == [(output.text, output.logprob) for output in shown.completions]:
-                found[index] = helm_request, result
-    return found
+            if recorded_outputs == [(output.text, output.logprob) for output in shown.completions]:
+                stored[index] = helm_request, result
+    return stored
 
 
-def _kind(run: RunScores) -> type[Request]:
+def _request_class(run: RunScores) -> type[Request]:
     """Return the class of a run's requests: they go through the template, or the record says
     nothing of one.
     """
@@ -136,40 +136,40 @@ def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
     Raises `FlexgenError` for a file that is damaged, and `UsageError` without a folder.
     """
     runs = read_finished_runs(suite)
-    left = {path.parent for path in suite.glob(f"*/{FIRST_FILE}")} - {run.folder for run in runs}
-    for folder in sorted(left):
+    skipped = {path.parent for path in suite.glob(f"*/{FIRST_FILE}")} - {run.folder for run in runs}
+    for folder in sorted(skipped):
         if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
             raise FlexgenError(
                 f"a file in {folder} is damaged; make the run again with flexgen-helm run"
             )
-    return [*map(_recorded, runs)], sorted(folder.name for folder in left)
+    return [*map(_recorded_run, runs)], sorted(folder.name for folder in skipped)
 
 
-def _recorded(run: RunScores) -> Recorded:
+def _recorded_run(run: RunScores) -> Recorded:
     assert run.folder is not None
     path, models = run.folder / STATE_FILE, get_context().models
 
-    def recorded(state: Mapping[str, Any]) -> RecordedAnswer:
+    def as_answer(state: Mapping[str, Any]) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
-            request = to_request(state["request"], _kind(run))
-            asked = to_helm_request(request, model, models)
-            result = service.respond(model, asked).result
-            found = to_request_result(request, asked, result, True, models.encoder(model))
-            return [_shown(asdict(output)) for output in found.completions]
+            request = to_request(state["request"], _request_class(run))
+            helm_request = to_helm_request(request, model, models)
+            result = service.respond(model, helm_request).result
+            answer = to_request_result(request, helm_request, result, True, models.encoder(model))
+            return [_comparable(asdict(output)) for output in answer.completions]
 
-        outputs = [_shown(output) for output in state["result"]["completions"]]
+        outputs = [_comparable(output) for output in state["result"]["completions"]]
         return RecordedAnswer(f"{run.name}, {state_name(state)}", outputs, recompute)
 
     def read() -> list[RecordedAnswer]:
         states = json.loads(path.read_bytes())["request_states"]
-        return [recorded(state) for state in states if state["result"]["success"]]
+        return [as_answer(state) for state in states if state["result"]["success"]]
 
     return Recorded(path, "run", run.run, read, partial(check_scores, run))
 
 
-def _shown(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a completion; in place of the sum, which HELM's metrics read, what is not its tokens'
-    sum.
+def _comparable(output: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a completion with, in place of its log-probability, how far that is from the sum of
+    its tokens': so it is compared token by token.
     """
     return {
         **output,

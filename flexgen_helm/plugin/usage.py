@@ -48,7 +48,7 @@ class HelmRun:
     num_clipped: requests whose `max_tokens` the window did not leave.
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
     sample: `instances` that were drawn with `seed`, of how many; None for all.
-    look: share of the level that a test of it may spend, with --until-decided.
+    level_share: of the level that a test of it may spend, with --until-decided.
     entry: what HELM made the run of; None if that is not known.
     asked: digest of the requests, with questions and references.
     """
@@ -69,7 +69,7 @@ class HelmRun:
     num_clipped: int = 0
     unfinished_thinking: int = 0
     sample: dict[str, int] | None = None
-    look: float | None = None
+    level_share: float | None = None
     entry: str | None = None
     asked: str | None = None
 
@@ -130,7 +130,7 @@ class HelmRun:
             "num_clipped": self.num_clipped,
             "unfinished_thinking": self.unfinished_thinking,
             "sample": self.sample,
-            "look": self.look,
+            "look": self.level_share,
             "entry": self.entry,
             "asked": self.asked,
             **self.usage(),
