@@ -108,7 +108,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     """Some bounds exclude versions with published holes (SECURITY.md)."""
-    from flexgen_helm.report.throughput import versions
+    from flexgen_helm.report.versions import versions
 
     wrong = {name: needed for name, needed in _requirements().items() if not _is_met(needed)}
     if wrong:

@@ -27,7 +27,8 @@ from flexgen_helm.offload.transfer_stats import ExpertCounts
 from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.problem import expected_experts, fitted_skew
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.report.throughput import throughput
+from flexgen_helm.report.versions import versions
 from flexgen_helm.request import Cost
 
 

@@ -43,7 +43,7 @@ from flexgen_helm.files import count, naming, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
-from flexgen_helm.plugin.usage import RUN_FILE, HelmRun, asked, digest
+from flexgen_helm.plugin.usage import HelmRun, asked, digest
 from flexgen_helm.progress import (
     Event,
     Message,
@@ -53,10 +53,10 @@ from flexgen_helm.progress import (
     describe,
     observed_by,
 )
+from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE
 from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
 
-FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
 DRY_RUN_FOLDER = "dry_run"
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
 # Seconds between two lines of a block's progress in HELM's log.
@@ -403,7 +403,7 @@ def _write(original: Callable[[str, str], None], file_path: str, content: str) -
     if run is None or path.parent != run.folder:
         with naming(path):
             return original(file_path, content)
-    if path.name == FIRST_FILE:
+    if path.name == SPEC_FILE:
         (path.parent / LAST_FILE).unlink(missing_ok=True)
     if path.name == LAST_FILE:
         run.write()

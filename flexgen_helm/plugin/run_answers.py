@@ -29,10 +29,8 @@ from flexgen_helm.plugin.convert import (
     to_request,
     to_request_result,
 )
-from flexgen_helm.plugin.helm_patches import FIRST_FILE, LAST_FILE
 from flexgen_helm.plugin.run_scores import check_scores, state_name
-from flexgen_helm.plugin.usage import RUN_FILE
-from flexgen_helm.report.answers import STATE_FILE, read_states
+from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE, read_states
 from flexgen_helm.report.scores import RunScores, read_finished_runs
 from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.request import GenerationResult
@@ -54,7 +52,7 @@ def read_compared_prompts(run: RunScores) -> ComparedPrompts:
     """
     assert run.folder is not None
     context = get_context()
-    model = context.find_model(f"{PREFIX}{run.run['model']}")
+    model = context.find_model(f"{PREFIX}{run.record['model']}")
     encoder = context.models.encoder(model)
     # `index` has the scored instances alone: none with a perturbation.
     states = [
@@ -83,7 +81,7 @@ def _stored_results(
     run: RunScores, model: ModelArguments, states: Sequence[Mapping[str, Any]]
 ) -> dict[int, tuple[HelmRequest, GenerationResult]]:
     """Return the request and the result of each state that the response cache has, by index."""
-    models, path = get_context().models, response_cache_path(state_dir(), run.run["fingerprint"])
+    models, path = get_context().models, response_cache_path(state_dir(), run.record["fingerprint"])
     if not path.exists():
         return {}
     stored = {}
@@ -109,7 +107,7 @@ def _request_class(run: RunScores) -> type[Request]:
     """Return the class of a run's requests: they go through the template, or the record says
     nothing of one.
     """
-    return PlainTextRequest if run.run.get("chat_template") is None else Request
+    return PlainTextRequest if run.record.get("chat_template") is None else Request
 
 
 def _scored_tokens(
@@ -136,7 +134,7 @@ def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
     Raises `FlexgenError` for a file that is damaged, and `UsageError` without a folder.
     """
     runs = read_finished_runs(suite)
-    skipped = {path.parent for path in suite.glob(f"*/{FIRST_FILE}")} - {run.folder for run in runs}
+    skipped = {path.parent for path in suite.glob(f"*/{SPEC_FILE}")} - {run.folder for run in runs}
     for folder in sorted(skipped):
         if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
             raise FlexgenError(
@@ -164,7 +162,7 @@ def _recorded_run(run: RunScores) -> Recorded:
         states = json.loads(path.read_bytes())["request_states"]
         return [as_answer(state) for state in states if state["result"]["success"]]
 
-    return Recorded(path, "run", run.run, read, partial(check_scores, run))
+    return Recorded(path, "run", run.record, read, partial(check_scores, run))
 
 
 def _comparable(output: Mapping[str, Any]) -> dict[str, Any]:

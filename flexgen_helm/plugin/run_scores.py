@@ -33,10 +33,10 @@ from flexgen_helm.files import count
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from flexgen_helm.plugin.convert import to_request
-from flexgen_helm.plugin.helm_patches import FIRST_FILE, LAST_FILE, METRIC_CLASS
+from flexgen_helm.plugin.helm_patches import METRIC_CLASS
 from flexgen_helm.plugin.samples import joining_shares
-from flexgen_helm.plugin.usage import ANSWER, RUN_FILE, asked, digest
-from flexgen_helm.report.answers import STATE_FILE
+from flexgen_helm.plugin.usage import ANSWER, asked, digest
+from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
 from flexgen_helm.report.scores import RunScores, entry_of
 from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line
 from flexgen_helm.service.models import ModelArguments
@@ -125,10 +125,10 @@ def _runner(suite: Path) -> Runner:
 def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
     """Return what HELM makes of the run's entry; None if that is nothing."""
     assert run.folder is not None
-    recorded = json.loads((run.folder / FIRST_FILE).read_bytes())
+    recorded = json.loads((run.folder / SPEC_FILE).read_bytes())
     theirs = recorded["adapter_spec"]
     name = run.name.partition(",groups=")[0]
-    entry = run.run.get("entry")
+    entry = run.record.get("entry")
     described = entry or name.replace(theirs["model"].replace("/", "_"), theirs["model"])
     numbers = theirs.get("max_eval_instances"), theirs["num_train_trials"]
     try:
@@ -142,7 +142,7 @@ def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
         return None
     here = json.loads(json.dumps(asdict_without_nones(made)))
     here["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
-    file = f"{run.name}, {FIRST_FILE}"
+    file = f"{run.name}, {SPEC_FILE}"
     if not entry and (asks := disagreements(file, theirs, here["adapter_spec"])):
         # The name of a run lacks some of what its entry says of prompts.
         found.not_checked(f"whether HELM asks {run.name} so", asks[0])
@@ -181,7 +181,7 @@ def _compare_requests(
     try:
         made = _made_again(run, spec, runner)
     except Exception as error:  # of any scenario whose data is not here
-        known = run.run.get("asked")
+        known = run.record.get("asked")
         if known not in (None, digest(lines)):
             found.differences.append(
                 f"{run.name}: its questions or references are not those of {RUN_FILE}"
@@ -218,7 +218,7 @@ def _made_again(run: RunScores, spec: RunSpec, runner: Runner) -> list[str]:
     runner.executor.execute = execute
     with suppress(_Requests):
         runner.run_one(spec)
-    if sample := run.run.get("sample"):
+    if sample := run.record.get("sample"):
         shares = joining_shares(
             entry_of(run.name), [(str(state.instance.id), state.instance.split) for state in made]
         )

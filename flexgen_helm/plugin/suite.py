@@ -47,9 +47,10 @@ from flexgen_helm.plugin.sampling import ComputedPart, SuiteSample, all_decided,
 from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
+from flexgen_helm.report.block_records import add_blocks
 from flexgen_helm.report.scores import entry_of
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import add_blocks, versions
+from flexgen_helm.report.versions import versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
 from flexgen_helm.service.service import Service, SubmittedBlock

@@ -24,14 +24,16 @@ from helm.common.general import asdict_without_nones
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_json
 from flexgen_helm.plugin.convert import HelmRequest
+from flexgen_helm.report.answers import RUN_FILE
+from flexgen_helm.report.block_records import BLOCK_KEYS, suite_totals
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import BLOCK_KEYS, suite_totals, throughput, versions
+from flexgen_helm.report.throughput import throughput
+from flexgen_helm.report.versions import versions
 from flexgen_helm.request import Cost
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response, Service, SubmittedBlock
 from flexgen_helm.tokenizer.thinking import is_unfinished
 
-RUN_FILE = "flexgen_run.json"
 # What of a request state is not known before it is answered.
 ANSWER = ("result", "annotations")
 

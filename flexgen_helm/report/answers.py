@@ -99,9 +99,11 @@ def _right(state: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# What a run was asked, from HELM's files in its folder: its instances and its settings.
+# What a run was asked, from the files in its folder: its instances and its settings.
 
-STATE_FILE, SPEC_FILE = "scenario_state.json", "run_spec.json"
+# In the order in which a run writes them.
+SPEC_FILE, STATE_FILE = "run_spec.json", "scenario_state.json"
+RUN_FILE, LAST_FILE = "flexgen_run.json", "per_instance_stats.json"
 _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
 # Instances of the data sets of this project's scenarios.
 _SIZES = {"lambada": 5153, "wikitext": 62}
@@ -147,21 +149,18 @@ def _requests(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
         (folder / STATE_FILE).open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        at = content.find(_INSTANCE)
-        while at >= 0:
-            start, following = at + len(_INSTANCE) - 1, content.find(_INSTANCE, at + 1)
+        position = content.find(_INSTANCE)
+        while position >= 0:
+            start, following = position + len(_INSTANCE) - 1, content.find(_INSTANCE, position + 1)
             end = content.find(_REQUEST, start)
             instance, _ = decoder.raw_decode(
                 content[start : end if end >= 0 else len(content)].decode()
             )
             if "perturbation" not in instance:
-                yield (
-                    instance,
-                    content[
-                        content.rfind(b"{", 0, at) : following if following >= 0 else len(content)
-                    ],
-                )
-            at = following
+                state_start = content.rfind(b"{", 0, position)
+                state_end = following if following >= 0 else len(content)
+                yield instance, content[state_start:state_end]
+            position = following
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What precisions cost, and which is the cheapest that is equivalent to the baseline on every run
-entry.
+"""What precisions cost, which is the cheapest that is equivalent to the baseline on every run
+entry, and what to do next.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from flexgen_helm.quant.formats import BLOCK_FORMATS, SCALE_BYTES
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.comparison import ModelComparison
+from flexgen_helm.report.verdicts import advice
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
     plain = (
         4
         if any(
-            (run.run.get("hardware") or {}).get("compute_dtype") == "float32" for run in model.runs
+            (run.record.get("hardware") or {}).get("compute_dtype") == "float32"
+            for run in model.runs
         )
         else 2
     )
@@ -48,7 +50,7 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
     )
     found = {}
     for speed in model.speeds:
-        name, rate = speed["precision"], speed["tokens_per_s"]
+        name, rate = speed.label, speed.tokens_per_s
         if precision := PRECISIONS.get(name):
             weights, cache = precision.weights, precision.cache
             found[name] = PrecisionCost(
@@ -80,3 +82,25 @@ def _published_bytes(stored: Mapping[str, int]) -> float | None:
     if not stored or not stored.keys() <= sizes.keys():
         return None
     return sum(stored.values()) / sum(num_bytes / sizes[name] for name, num_bytes in stored.items())
+
+
+def next_steps_of(model: ModelComparison) -> list[str]:
+    """Return what to do with the verdicts: take a precision, ask more questions, or add a
+    baseline.
+    """
+    if model.remedy:
+        return [model.remedy]
+    steps = [
+        f"take {name}, the cheapest equivalent one by {' and '.join(cost.cheapest)}"
+        for name, cost in costs(model).items()
+        if cost.cheapest and name != model.baseline
+    ]
+    open_ones = [name for name, verdict in model.verdicts.items() if not verdict.worse]
+    steps += advice([one for name in open_ones for one in model.judged(name)])
+    if not steps and model.verdicts:
+        better = [name for name in open_ones if model.is_everywhere(name, "equivalent", "better")]
+        if better:
+            return [f"take {better[0]}, which is nowhere worse"]
+        margin = ", or take a larger --margin" if open_ones else ""
+        return [f"stay with {model.baseline}{margin}"]
+    return steps

@@ -19,19 +19,17 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import Answer, asked_instances, differing_settings
+from flexgen_helm.report.notes import reused_note, trust_notes
 from flexgen_helm.report.paired import PairedScores, metric_named
+from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
 from flexgen_helm.report.scores import (
     RunScores,
-    by_scenario,
     grouped,
-    overlap_notes,
     precision_rank,
     read_answers,
     read_finished_runs,
-    reused_note,
-    total_speeds,
-    trust_notes,
 )
+from flexgen_helm.report.speeds import TotalSpeed, total_speeds
 from flexgen_helm.report.verdicts import (
     DEFAULT_MARGIN,
     Comparison,
@@ -144,7 +142,7 @@ class RunPair:
             notes.append(
                 f"{base.entry} has other settings in {run.label}: {differing} in {run.label}"
             )
-        origins = base.run.get("origin"), run.run.get("origin")
+        origins = base.record.get("origin"), run.record.get("origin")
         if base.model == run.model and None not in origins and origins[0] != origins[1]:
             notes.append(
                 f"{base.typed_model} means {origins[0]} in {base.label} and {origins[1]} in "
@@ -166,7 +164,7 @@ class RunPair:
 
     def paired(self, metric: str) -> PairedScores:
         (base, weights), (scores, _) = (
-            side.terms[metric].loc[self.shared].to_numpy().T for side in (self.base, self.run)
+            side.ratios[metric].loc[self.shared].to_numpy().T for side in (self.base, self.run)
         )
         return PairedScores(metric_named(metric), base, scores, weights)
 
@@ -192,14 +190,14 @@ class RunPair:
         metric, base, run, total = metric_named(name), self.base, self.run, len(self.shared)
         values = base.scores[name], run.scores[name]
         interval = p_value = flips = verdict = None
-        if name in base.terms and name in run.terms and total:
+        if name in base.ratios and name in run.ratios and total:
             paired = self.paired(name)
             values = paired.values
             if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():
                 interval, p_value = paired.interval(), paired.p_value()
-                look = min(base.look, run.look)
-                p_value = None if p_value is None else min(1.0, p_value / look)
-                verdict = equivalence(paired, margin, base.data_size, look)
+                level_share = min(base.level_share, run.level_share)
+                p_value = None if p_value is None else min(1.0, p_value / level_share)
+                verdict = equivalence(paired, margin, base.data_size, level_share)
                 if paired.are_shares:
                     changed = (
                         None
@@ -249,7 +247,7 @@ class RunPair:
         for key, metric in flipped.items():
             old, new = before.get(key, _NO_ANSWER), after.get(key, _NO_ANSWER)
             scores = [
-                float(run.terms[metric].loc[key, "numerator"]) for run in (self.base, self.run)
+                float(run.ratios[metric].loc[key, "numerator"]) for run in (self.base, self.run)
             ]
             flips.append(
                 Flip(
@@ -283,8 +281,7 @@ class ModelComparison:
         compared.
     pooled: comparisons over all instances of a scenario's runs, where it has several, such as the
         subjects of MMLU.
-    speeds: a record per precision with totals of its compared runs: instances, requested tokens,
-        latency_s, num_reused (answers whose seconds were measured by an earlier run), tokens_per_s.
+    speeds: of the compared runs of each precision.
         Precisions may differ in their instances.
     notes: sentences, without full stops, about what could not be compared.
     """
@@ -296,7 +293,7 @@ class ModelComparison:
     pairs: Mapping[tuple[str, str], RunPair]
     comparisons: Sequence[Comparison]
     pooled: Sequence[Comparison]
-    speeds: Sequence[Mapping[str, Any]]
+    speeds: Sequence[TotalSpeed]
     notes: Sequence[str]
 
     @property
@@ -324,7 +321,7 @@ class ModelComparison:
         if not self.inconclusive or base.folder is None:
             return ""
         suite = base.folder.parent.name
-        original = original_of(base.model) or original_of(str(base.run.get("origin")))
+        original = original_of(base.model) or original_of(str(base.record.get("origin")))
         if full := [label for (_, label), pair in self.pairs.items() if pair.run.is_full_precision]:
             best = [*closest(original or base.label, full), *full]
             return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"
@@ -396,7 +393,7 @@ def compare_suite(
     Raises `UsageError` if there is no such model.
     """
     runs = read_finished_runs(folder)
-    models = sorted({str(run.run.get("model")) for run in runs})
+    models = sorted({str(run.record.get("model")) for run in runs})
     precisions = "4bit,fp16" if baseline == "4bit" else f"{baseline},4bit"
     remedy = (
         "run the same entries in two precisions, for example with flexgen-helm run --precision "
@@ -498,7 +495,7 @@ def _compare_model(
         both = [
             run for run in compared if run.entry in entries and run.label in (baseline, precision)
         ]
-        pools = {(run.entry, run.label): run for run in by_scenario(both) if run.num_runs > 1}
+        pools = {(run.entry, run.label): run for run in pool_by_scenario(both) if run.num_runs > 1}
         for entry, _ in [
             key for key in pools if key[1] == precision and (key[0], baseline) in pools
         ]:
@@ -506,7 +503,7 @@ def _compare_model(
                 margin, []
             )
     notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
-    if all(run.run.get("batch_invariant") for run in compared):
+    if all(run.record.get("batch_invariant") for run in compared):
         notes.append(
             "All runs have --batch-invariant: no answer follows its batch, so the floor of noise "
             "is zero"

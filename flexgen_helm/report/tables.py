@@ -15,7 +15,8 @@ from flexgen_helm.files import duration, size
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.paired import metric_named
-from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
+from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank
+from flexgen_helm.report.speeds import TotalSpeed, total_speed
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
 from flexgen_helm.tiers import TIER_PLACES
@@ -127,7 +128,7 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     explains.
     """
     runs = _by_entry(runs)
-    speeds = [total_speeds([run])[0] for run in runs]
+    speeds = [total_speed(run.label, [run]) for run in runs]
     cells = {
         **_run_cells(runs, show_model),
         **{
@@ -249,9 +250,9 @@ def run_link(run: RunScores) -> str:
     return f"./{quote(run.name)}/" if run.num_runs == 1 else ""
 
 
-def tokens_per_s_text(speed: Mapping[str, Any]) -> str:
-    """Return the rate of `total_speeds`, with a * that `reused_note` explains."""
-    return f"{speed['tokens_per_s']:,.0f}" + " *" * (speed["num_reused"] > 0)
+def tokens_per_s_text(speed: TotalSpeed) -> str:
+    """Return a rate, with a * that `reused_note` explains."""
+    return f"{speed.tokens_per_s:,.0f}{' *' if speed.num_reused else ''}"
 
 
 def whole_text(value: Any) -> str:
@@ -286,7 +287,7 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "remedy": model.remedy,
                 "comparisons": [asdict(one) for one in model.comparisons],
                 "pooled": [asdict(one) for one in model.pooled],
-                "speed": model.speeds,
+                "speed": [speed.to_json() for speed in model.speeds],
                 "notes": model.notes,
                 "equivalence": {
                     precision: asdict(verdict) for precision, verdict in model.verdicts.items()
@@ -382,7 +383,7 @@ def summary_table(model: ModelComparison) -> Table:
     known = costs(model)
     rows = []
     for speed in model.speeds:
-        name = speed["precision"]
+        name = speed.label
         row = {
             model.kind: name,
             "verdict": model.verdicts[name].text if name in model.verdicts else "",
@@ -393,7 +394,7 @@ def summary_table(model: ModelComparison) -> Table:
             row["bytes per weight"] = (
                 "as published" if cost.weight_bytes is None else f"{cost.weight_bytes:.3g}"
             )
-        row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
+        row |= {"tokens": whole_text(speed.tokens), "time": seconds_text(speed.latency_s)}
         rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
     return Table(
         pd.DataFrame(rows).fillna(""),

@@ -111,19 +111,19 @@ class SuiteEquivalence:
 
 
 def equivalence(
-    paired: PairedScores, margin: float, available: float, look: float = 1.0
+    paired: PairedScores, margin: float, available: float, level_share: float = 1.0
 ) -> Equivalence | None:
     """Return what is known of the equivalence of paired instances, not decided yet.
 
     None for one instance, or for a metric that has no margin.
 
     available: instances of the data set.
-    look: share of the level that this test may spend; the p-value is divided by it.
+    level_share: of the level, what this test may spend; the p-value is divided by it.
     """
     if len(paired.baseline) < 2 or not (paired.is_loss or paired.are_shares):
         return None
     limit = math.log1p(margin) if paired.is_loss else margin
-    p_value = min(1.0, paired.equivalence_p_value(limit) / look)
+    p_value = min(1.0, paired.equivalence_p_value(limit) / level_share)
     variance, furthest = paired.loss.spread
     needed = instances_needed(variance, limit, furthest)
     most = available if available < math.inf else len(paired.baseline)
@@ -235,11 +235,10 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
         text = f"worse in {len(worse):,} {of}: {first_names(worse)}"
     elif undecided := names["not decided"]:
         text = f"too few questions to tell in {len(undecided):,} {of}: {first_names(undecided)}"
-        text += f"; equivalent in {len(equal):,}" * bool(equal)
+        text += f"; equivalent in {len(equal):,}" if equal else ""
     else:
-        text = f"better in {first_names(names['better'])}" + ", and equivalent elsewhere" * bool(
-            equal
-        )
+        text = f"better in {first_names(names['better'])}"
+        text += ", and equivalent elsewhere" if equal else ""
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
 
