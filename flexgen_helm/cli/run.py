@@ -209,13 +209,13 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
     from flexgen_helm.report.scores import read_scores
 
     if outcome.is_dry and (outcome.finished or not outcome.sentences):
-        from flexgen_helm.plugin.helm_patches import DRY_RUN_FOLDER
+        from flexgen_helm.report.answers import DRY_RUN_FOLDER, STATE_FILE
 
-        files = [folder / DRY_RUN_FOLDER / "scenario_state.json" for folder in outcome.finished]
+        files = [folder / DRY_RUN_FOLDER / STATE_FILE for folder in outcome.finished]
         requests = sum(len(read_object(file).get("request_states", ())) for file in files)
         say(
             f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and "
-            f"nothing was computed. The prompts are in {DRY_RUN_FOLDER}/scenario_state.json of "
+            f"nothing was computed. The prompts are in {DRY_RUN_FOLDER}/{STATE_FILE} of "
             "each run."
         )
         for folder in outcome.finished[:1]:

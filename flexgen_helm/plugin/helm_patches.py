@@ -53,11 +53,10 @@ from flexgen_helm.progress import (
     describe,
     observed_by,
 )
-from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE
+from flexgen_helm.report.answers import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
 from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
 
-DRY_RUN_FOLDER = "dry_run"
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
 # Seconds between two lines of a block's progress in HELM's log.
 LINE_EVERY_S = 30.0
@@ -169,8 +168,8 @@ def _show_refusals() -> None:
     if hasattr(original, "flexgen_helm"):
         return
 
-    def show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        frames = [frame for frame, _ in traceback.walk_tb(at) if frame.f_code.co_name == "main"]
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        frames = [frame for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_name == "main"]
         modules = {getattr(frame.f_globals.get("__spec__"), "name", None) for frame in frames}
         if (
             isinstance(error, FlexgenError)
@@ -179,7 +178,7 @@ def _show_refusals() -> None:
         ):
             print(f"flexgen_helm: {error}", file=sys.stderr)
         else:
-            original(kind, error, at)
+            original(kind, error, trace)
 
     show.flexgen_helm = True  # type: ignore[attr-defined]
     sys.excepthook = show

@@ -104,6 +104,7 @@ def _right(state: Mapping[str, Any]) -> list[str]:
 # In the order in which a run writes them.
 SPEC_FILE, STATE_FILE = "run_spec.json", "scenario_state.json"
 RUN_FILE, LAST_FILE = "flexgen_run.json", "per_instance_stats.json"
+DRY_RUN_FOLDER = "dry_run"  # below a run's folder: what a dry run writes
 _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
 # Instances of the data sets of this project's scenarios.
 _SIZES = {"lambada": 5153, "wikitext": 62}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,21 +224,18 @@ class RunPair:
         )
 
     def flipped(self, metrics: Sequence[str]) -> dict[Direction, dict[str, str]]:
-        """Return instance -> metric of those that flipped, by direction."""
-        found: dict[Direction, dict[str, str]] = {direction: {} for direction in DIRECTIONS}
+        """Return instance -> the first metric that flipped it, by direction."""
+        lost: dict[str, str] = {}
+        won: dict[str, str] = {}
         for metric in metrics:
             paired = self.paired(metric)
-            for direction, where in zip(
-                DIRECTIONS, (paired.scores < paired.baseline, paired.scores > paired.baseline)
-            ):
-                found[direction] |= {
-                    key: metric for key in self.shared[where] if key not in found[direction]
-                }
-        changed = [] if self.changed is None else self.shared[self.changed]
-        found["changed"] = {
-            key: metrics[0] for key in changed if key not in {**found["lost"], **found["won"]}
-        }
-        return found
+            for key in self.shared[paired.scores < paired.baseline]:
+                lost.setdefault(key, metric)
+            for key in self.shared[paired.scores > paired.baseline]:
+                won.setdefault(key, metric)
+        keys = [] if self.changed is None else self.shared[self.changed]
+        changed = {key: metrics[0] for key in keys if key not in lost and key not in won}
+        return {"lost": lost, "won": won, "changed": changed}
 
     def flips(self, direction: Direction, flipped: Mapping[str, str]) -> list[Flip]:
         """Return flips with their answers; flipped: instance -> metric."""
@@ -339,11 +336,13 @@ class ModelComparison:
     @cached_property
     def by_scenario(self) -> list[Comparison]:
         """The comparisons, those of a pool in place of its runs'."""
-        pooled = {(one.precision, one.run.partition(" (")[0]) for one in self.pooled}
+        pooled = {
+            (comparison.precision, comparison.run.partition(" (")[0]) for comparison in self.pooled
+        }
         alone = [
-            one
-            for one in self.comparisons
-            if (one.precision, one.run.partition(":")[0]) not in pooled
+            comparison
+            for comparison in self.comparisons
+            if (comparison.precision, comparison.run.partition(":")[0]) not in pooled
         ]
         return [*self.pooled, *alone]
 
@@ -352,23 +351,28 @@ class ModelComparison:
         verdict.
         """
         judged: dict[str, Comparison] = {}
-        for one in self.by_scenario:
-            if one.precision == precision and one.equivalence is not None:
-                judged.setdefault(one.run, one)
+        for comparison in self.by_scenario:
+            if comparison.precision == precision and comparison.equivalence is not None:
+                judged.setdefault(comparison.run, comparison)
         return list(judged.values())
 
     def is_everywhere(self, precision: str, *decisions: Decision) -> bool:
         """Whether a precision has one of the verdicts on every run entry, or pool of them."""
         judged = self.judged(precision)
         known = {
-            one.run for one in judged if one.equivalence and one.equivalence.decision in decisions
+            comparison.run
+            for comparison in judged
+            if comparison.equivalence and comparison.equivalence.decision in decisions
         }
-        return known == {one.run for one in self.by_scenario}
+        return known == {comparison.run for comparison in self.by_scenario}
 
     @cached_property
     def verdicts(self) -> dict[str, SuiteEquivalence]:
         """Precision -> verdict over all run entries."""
-        judged = {one.precision: self.judged(one.precision) for one in self.comparisons}
+        judged = {
+            comparison.precision: self.judged(comparison.precision)
+            for comparison in self.comparisons
+        }
         verdicts = {
             precision: suite_equivalence(found, self.margin)
             for precision, found in judged.items()
@@ -431,31 +435,50 @@ def compare_runs(
     return _decided([model for model in compared if model.comparisons])
 
 
+class _Judged(NamedTuple):
+    """What is tested; metrics of a run with equal numbers are one test."""
+
+    model: str
+    run: str
+    precision: str
+    p_value: float | None
+    equivalence_p_value: float
+
+    @classmethod
+    def of(cls, model: ModelComparison, comparison: Comparison) -> _Judged:
+        verdict = comparison.equivalence
+        return cls(
+            model.model,
+            comparison.run,
+            comparison.precision,
+            comparison.p_value,
+            1.0 if verdict is None else verdict.p_value,
+        )
+
+
 def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
     """Return the models with verdicts, corrected for all comparisons that have one; runs of a pool
     have none.
     """
-
-    def key(model: ModelComparison, one: Comparison) -> tuple[Any, ...]:
-        """What metrics with equal numbers share: they are one comparison."""
-        return (
-            model.model,
-            one.run,
-            one.precision,
-            one.p_value,
-            one.equivalence and one.equivalence.p_value,
+    judged = list(
+        dict.fromkeys(
+            _Judged.of(model, comparison)
+            for model in models
+            for comparison in model.by_scenario
+            if comparison.equivalence
         )
-
-    judged = dict.fromkeys(
-        key(model, one) for model in models for one in model.by_scenario if one.equivalence
     )
-    equal = hochberg([known[-1] for known in judged])
-    different = hochberg([1.0 if known[-2] is None else known[-2] for known in judged])
+    equal = hochberg([test.equivalence_p_value for test in judged])
+    different = hochberg([1.0 if test.p_value is None else test.p_value for test in judged])
     corrected = dict(zip(judged, zip(equal, different)))
 
     def decided(model: ModelComparison, comparisons: Sequence[Comparison]) -> list[Comparison]:
-        found = [(one, corrected.get(key(model, one))) for one in comparisons]
-        return [decide(one, *ps) if ps else replace(one, equivalence=None) for one, ps in found]
+        return [
+            decide(comparison, *corrected[test])
+            if comparison.equivalence and (test := _Judged.of(model, comparison)) in corrected
+            else replace(comparison, equivalence=None)
+            for comparison in comparisons
+        ]
 
     return [
         replace(
@@ -488,20 +511,11 @@ def _compare_model(
                 notes += pair.notes
                 comparisons += pair.comparisons(margin, notes)
     compared.sort(key=lambda run: precision_rank(run.label))
-    pooled: list[Comparison] = []
-    for precision in dict.fromkeys(run.label for run in compared if run.label != baseline):
-        # Over the run entries that both precisions have.
-        entries = {run.entry for run in compared if run.label == precision}
-        both = [
-            run for run in compared if run.entry in entries and run.label in (baseline, precision)
-        ]
-        pools = {(run.entry, run.label): run for run in pool_by_scenario(both) if run.num_runs > 1}
-        for entry, _ in [
-            key for key in pools if key[1] == precision and (key[0], baseline) in pools
-        ]:
-            pooled += RunPair(pools[entry, baseline], pools[entry, precision]).comparisons(
-                margin, []
-            )
+    pooled = [
+        comparison
+        for pair in _paired_pools(compared, baseline)
+        for comparison in pair.comparisons(margin, [])
+    ]
     notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
     if all(run.record.get("batch_invariant") for run in compared):
         notes.append(
@@ -510,6 +524,21 @@ def _compare_model(
         )
     notes, speeds = list(dict.fromkeys(notes)), total_speeds(compared)
     return ModelComparison(model, baseline, margin, runs, pairs, comparisons, pooled, speeds, notes)
+
+
+def _paired_pools(compared: Sequence[RunScores], baseline: str) -> Iterator[RunPair]:
+    """Yield the pools of each precision with those of the baseline, over the run entries that both
+    have.
+    """
+    for precision in dict.fromkeys(run.label for run in compared if run.label != baseline):
+        entries = {run.entry for run in compared if run.label == precision}
+        both = [
+            run for run in compared if run.entry in entries and run.label in (baseline, precision)
+        ]
+        pools = {(run.entry, run.label): run for run in pool_by_scenario(both) if run.num_runs > 1}
+        for (entry, label), pool in pools.items():
+            if label == precision and (entry, baseline) in pools:
+                yield RunPair(pools[entry, baseline], pool)
 
 
 def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
@@ -541,9 +570,11 @@ def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> I
     """
     for model in models:
         metrics: dict[str, dict[str, list[str]]] = {}
-        for one in model.comparisons:
-            if one.flips is not None:
-                metrics.setdefault(one.precision, {}).setdefault(one.run, []).append(one.metric)
+        for comparison in model.comparisons:
+            if comparison.flips is not None:
+                metrics.setdefault(comparison.precision, {}).setdefault(comparison.run, []).append(
+                    comparison.metric
+                )
         for precision in sorted(metrics, key=precision_rank):
             pairs = [
                 (model.pairs[entry, precision], names)

@@ -285,8 +285,8 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "baseline": model.base.at_rest,
                 "full_precision": model.base.is_full_precision,
                 "remedy": model.remedy,
-                "comparisons": [asdict(one) for one in model.comparisons],
-                "pooled": [asdict(one) for one in model.pooled],
+                "comparisons": [asdict(comparison) for comparison in model.comparisons],
+                "pooled": [asdict(comparison) for comparison in model.pooled],
                 "speed": [speed.to_json() for speed in model.speeds],
                 "notes": model.notes,
                 "equivalence": {
@@ -311,18 +311,24 @@ def comparison_tables(
     tables = []
     for precision, found in _by_precision(comparisons).items():
         rows = [
-            (one.run, metrics, one.equivalence.text if one.equivalence else "",
-             _in_unit(one, one.change) + " pp" * (_unit(one) == "pp")
-             if math.isfinite(one.change) else "",
-             _interval(one), _flips(one), _score_text(one.baseline), _score_text(one.value),
-             f"{one.instances:,}", _p_value(one))
-            for metrics, one in found
+            (comparison.run, metrics, comparison.equivalence.text if comparison.equivalence else "",
+             _change_text(comparison),
+             _interval(comparison), _flips(comparison), _score_text(comparison.baseline),
+             _score_text(comparison.value), f"{comparison.instances:,}", _p_value(comparison))
+            for metrics, comparison in found
         ]  # fmt: skip
         names = ["run entry", "metric", "verdict", "change", "95 % interval", "flips"]
         names += [model.baseline, precision, "n", "p"]
         sides = model.baseline, precision
-        folders = {name: [links.get((one.run, name), "") for _, one in found] for name in sides}
-        marks = {"95 % interval": [_mark(one, scales[_unit(one)]) for _, one in found]}
+        folders = {
+            name: [links.get((comparison.run, name), "") for _, comparison in found]
+            for name in sides
+        }
+        marks = {
+            "95 % interval": [
+                _mark(comparison, scales[_unit(comparison)]) for _, comparison in found
+            ]
+        }
         cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
         optional = ("p", "n", *sides[::-1], "95 % interval")
         tables.append(Table(cells, title, 2, folders, marks, optional=optional))
@@ -336,12 +342,12 @@ def interval_scales(comparisons: Iterable[Comparison]) -> dict[str, float]:
     A ratio's end is what it is above 1.
     """
     ends: dict[str, float] = {}
-    for one in comparisons:
-        reach = max(map(abs, _positions(one)), default=0.0)
-        reach = (math.expm1(reach) if one.kind == "ratio" else reach) or 1.0
+    for comparison in comparisons:
+        reach = max(map(abs, _positions(comparison)), default=0.0)
+        reach = (math.expm1(reach) if comparison.kind == "ratio" else reach) or 1.0
         power = 10.0 ** math.floor(math.log10(reach))
         end = next(step * power for step in (1, 2, 5, 10) if step * power >= reach)
-        ends[_unit(one)] = max(ends.get(_unit(one), 0.0), end)
+        ends[_unit(comparison)] = max(ends.get(_unit(comparison), 0.0), end)
     return ends
 
 
@@ -350,16 +356,18 @@ def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str
     row.
     """
     found: dict[str, list[tuple[str, Comparison]]] = {}
-    for one in sorted(comparisons, key=lambda one: precision_rank(one.precision)):
-        rows = found.setdefault(one.precision, [])
+    for comparison in sorted(
+        comparisons, key=lambda comparison: precision_rank(comparison.precision)
+    ):
+        rows = found.setdefault(comparison.precision, [])
         if (
             rows
-            and replace(rows[-1][1], metric=one.metric) == one
-            and _unit(rows[-1][1]) == _unit(one)
+            and replace(rows[-1][1], metric=comparison.metric) == comparison
+            and _unit(rows[-1][1]) == _unit(comparison)
         ):
-            rows[-1] = f"{rows[-1][0]}, {one.metric}", one
+            rows[-1] = f"{rows[-1][0]}, {comparison.metric}", comparison
         else:
-            rows.append((one.metric, one))
+            rows.append((comparison.metric, comparison))
     return found
 
 
@@ -428,6 +436,13 @@ def _in_unit(comparison: Comparison, value: float) -> str:
     if comparison.kind == "ratio":
         return f"×{value:.4f}"
     return f"{100 * value:+.2f}" if _unit(comparison) == "pp" else f"{value:+.4f}"
+
+
+def _change_text(comparison: Comparison) -> str:
+    if not math.isfinite(comparison.change):
+        return ""
+    unit = " pp" if _unit(comparison) == "pp" else ""
+    return f"{_in_unit(comparison, comparison.change)}{unit}"
 
 
 def _interval(comparison: Comparison) -> str:

@@ -180,15 +180,20 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
     """Return what would decide those that are not decided, as far as the data sets have it."""
     more: dict[str, int] = {}
     exhausted: dict[str, float] = {}
-    for one in judged:
-        verdict = one.equivalence
-        if verdict is None or verdict.decision != "not decided" or verdict.needed <= one.instances:
+    for comparison in judged:
+        verdict = comparison.equivalence
+        if (
+            verdict is None
+            or verdict.decision != "not decided"
+            or verdict.needed <= comparison.instances
+        ):
             continue  # more instances may decide, or not
-        if verdict.available <= one.instances:
-            exhausted[one.run] = max(verdict.shown, exhausted.get(one.run, 0.0))
+        if verdict.available <= comparison.instances:
+            exhausted[comparison.run] = max(verdict.shown, exhausted.get(comparison.run, 0.0))
         else:
-            more[one.run] = max(
-                int(min(_rounded_up(verdict.needed), verdict.available)), more.get(one.run, 0)
+            more[comparison.run] = max(
+                int(min(_rounded_up(verdict.needed), verdict.available)),
+                more.get(comparison.run, 0),
             )
     found = []
     if more:
@@ -221,10 +226,14 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
     least one.
     """
     names: dict[str, list[str]] = {"equivalent": [], "worse": [], "better": [], "not decided": []}
-    for one in judged:
-        if one.equivalence:
-            names[one.equivalence.decision].append(one.run)
-    entries, equal, worse = [one.run for one in judged], names["equivalent"], names["worse"]
+    for comparison in judged:
+        if comparison.equivalence:
+            names[comparison.equivalence.decision].append(comparison.run)
+    entries, equal, worse = (
+        [comparison.run for comparison in judged],
+        names["equivalent"],
+        names["worse"],
+    )
     of = f"of {len(entries):,} run entries"
     if len(equal) == len(entries):
         where = f"all {len(entries):,} run entries" if len(entries) > 1 else entries[0]
