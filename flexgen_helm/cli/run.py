@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -46,6 +46,14 @@ from flexgen_helm.run_entries import check_arguments, given_models
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.plugin.suite import SuiteOutcome
+
+
+class SuiteEnd(NamedTuple):
+    """When a suite ends, as of `run_suite`."""
+
+    until: float
+    margin: float | None
+
 
 # Logs that are kept; older ones are deleted.
 _MAX_LOGS = 20
@@ -84,16 +92,15 @@ def run(
       flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 \\
         -m 10 --suite first
     """
-    left_s = math.inf if (left := seconds_left(until, hours)) is None and until_decided else left
-    ends = (
-        None
-        if left_s is None
-        else (time.time() + left_s, check_margin(margin) if until_decided else None)
-    )
-    check_helm_flags(context, context.args, is_sample=ends is not None)
+    left_s, end = seconds_left(until, hours), None
+    if until_decided:
+        end = SuiteEnd(time.time() + (math.inf if left_s is None else left_s), check_margin(margin))
+    elif left_s is not None:
+        end = SuiteEnd(time.time() + left_s, None)
+    check_helm_flags(context, context.args, is_sample=end is not None)
     cluster = ray_session(ray, ray_workers, ray_cores)
     check_engine_flags(engine, is_local=cluster is None)
-    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, ends))
+    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, end))
 
 
 def run_and_show(
@@ -101,12 +108,9 @@ def run_and_show(
     engine: EngineOptions,
     verbose: bool = False,
     cluster: RaySession | None = None,
-    ends: tuple[float, float | None] | None = None,
+    end: SuiteEnd | None = None,
 ) -> int:
-    """Run a suite with a panel, print its scores and what went wrong; return the exit code.
-
-    ends: `until` and `margin` of `run_suite`.
-    """
+    """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
@@ -136,7 +140,7 @@ def run_and_show(
                 cluster.connect_soon()  # while HELM is imported
             from flexgen_helm.plugin.suite import run_suite
 
-            outcome = run_suite([*arguments, *joined], engine, cluster, *(ends or ()))
+            outcome = run_suite([*arguments, *joined], engine, cluster, *(end or ()))
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, output)
     if log is not None:
@@ -176,10 +180,8 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
     for model in given_models(given):
         with suppress(UsageError):  # is said where the model is looked up
             sizes = read_model_config(model)[0]
-            named = split_precisions(engine.get("precision", "")) or [
-                model.options.get("precision", "fp16")
-            ]
-            for precision in named:
+            precisions = split_precisions(engine.get("precision", ""))
+            for precision in precisions or [model.options.get("precision", "fp16")]:
                 storage = StorageSizes(sizes, planned_precision(model, precision))
                 try:
                     require_least_memory(storage, machine, model.name)

@@ -146,21 +146,22 @@ def verify(
     if bundle is not None:
         opened = written_whole(bundle, "--bundle")
     with opened as output:
-        sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
+        drawn = draw(recorded, sample or ("100%" if manifest else None), seed)
         manifest = replace(
-            manifest or SampleManifest(path.name, population, seed, []), sources=sources
+            manifest or SampleManifest(path.name, drawn.population, seed, []),
+            sources=drawn.sources,
         )
         try:
-            models = [_find_model(source, model, engine, is_bundle) for source in sources]
+            models = [_find_model(source, model, engine, is_bundle) for source in drawn.sources]
         except UsageError as error:
             if not is_bundle or model is not None:
                 raise
             raise FlexgenError(f"the bundle is not confirmed: {error}") from None
         scores = _check_scores(recorded, models, skipped)
         answered = []
-        for pair in _check(manifest.sources, models, drawn, reference is not None):
+        for pair in _check(manifest.sources, models, drawn.answers, reference is not None):
             answered.append(pair)
-            report(ProgressPhase("verify", "", len(answered), len(drawn), "answer"))
+            report(ProgressPhase("verify", "", len(answered), len(drawn.answers), "answer"))
         checked, bundled = zip(*answered)
         different = [answer for answer in checked if not answer["equal"]]
         _say(checked, manifest, scores, is_bundle, as_json)
@@ -323,11 +324,10 @@ def _find_model(
 class _Recomputed(NamedTuple):
     """An answer that was computed again.
 
-    source: index of its run. computed: what `answer.recompute` returned. prompt: its text, of the
+    computed: what `answer.recompute` returned. prompt: its text, of the
         first request.
     """
 
-    source: int
     answer: RecordedAnswer
     service: LoneService
     computed: Any
@@ -336,7 +336,7 @@ class _Recomputed(NamedTuple):
     def bundled(self) -> BundledAnswer:
         requests, results = [*zip(*self.service.answers.values())] or [(), ()]
         return BundledAnswer(
-            self.source,
+            self.answer.source,
             self.answer.number,
             self.answer.name,
             requests,
@@ -365,7 +365,7 @@ class _Recomputed(NamedTuple):
 def _check(
     sources: list[Source],
     models: Sequence[ModelArguments],
-    drawn: Sequence[tuple[int, RecordedAnswer]],
+    drawn: Sequence[RecordedAnswer],
     by_both: bool,
 ) -> Iterator[tuple[Checked, BundledAnswer]]:
     """Compute each answer alone; by_both: and have `transformers` score it.
@@ -374,19 +374,19 @@ def _check(
     Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does
     not compute.
     """
-    for key in dict.fromkeys(models[source].engine_key for source, _ in drawn):
+    for key in dict.fromkeys(models[answer.source].engine_key for answer in drawn):
         folder = _folder_for_transformers(key) if by_both else None
         of_model = {index for index, model in enumerate(models) if model.engine_key == key}
-        answers = [(source, answer) for source, answer in drawn if source in of_model]
+        answers = [answer for answer in drawn if answer.source in of_model]
         recomputed = []
         with EngineLoader().load(key) as engine:
             assert (tokenizer := engine.tokenizer) is not None
             for source in of_model:
                 _require_fingerprint(sources[source], engine, key)
-            for source, answer in answers:
-                again = _recompute(engine, source, answer, models[source])
+            for answer in answers:
+                again = _recompute(engine, answer, models[answer.source])
                 if folder is None:
-                    why = _another_kind(sources[source], engine)
+                    why = _another_kind(sources[answer.source], engine)
                     yield again.checked(TOLERANCE if why else 0.0, why), again.bundled()
                 else:
                     recomputed.append(again)
@@ -400,16 +400,14 @@ def _check(
             yield from _check_by_transformers(folder, tokenizer.eos_ids, recomputed, models)
 
 
-def _recompute(
-    engine: Engine, source: int, answer: RecordedAnswer, model: ModelArguments
-) -> _Recomputed:
+def _recompute(engine: Engine, answer: RecordedAnswer, model: ModelArguments) -> _Recomputed:
     service = LoneService(engine)
     with silenced():
         computed = answer.recompute(service, model)
     results = [result for _, result in service.answers.values()]
     assert engine.tokenizer is not None
     prompt = engine.tokenizer.decode(results[0].prompt_token_ids) if results else ""
-    return _Recomputed(source, answer, service, computed, prompt)
+    return _Recomputed(answer, service, computed, prompt)
 
 
 def _check_by_transformers(
@@ -427,7 +425,7 @@ def _check_by_transformers(
             rescored = next(scored)
             again.service.answers[key] = rescored.request, rescored.result
             contradictions.append(rescored.contradiction)
-        computed = again.answer.recompute(again.service, models[again.source])
+        computed = again.answer.recompute(again.service, models[again.answer.source])
         by_both = again._replace(computed=computed)
         why = "by transformers in float32"
         yield by_both.checked(TRANSFORMERS_TOLERANCE, why, max(contradictions)), bundled

@@ -43,7 +43,7 @@ from flexgen_helm.files import count, naming, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
-from flexgen_helm.plugin.usage import HelmRun, asked, digest
+from flexgen_helm.plugin.usage import HelmRun, digest_of, request_lines
 from flexgen_helm.progress import (
     Event,
     Message,
@@ -266,14 +266,14 @@ def _execute(
         if run is None:
             return original(executor, scenario_state)
         run.execute_started = time.monotonic()
-        done = original(executor, scenario_state)
+        answered = original(executor, scenario_state)
         run.record_block(context.service, block, submission.requests)
-        run.asked = digest(asked(done.request_states))
-        if any(may_be_rendered(state.request) for state in done.request_states):
+        run.requests_digest = digest_of(request_lines(answered.request_states))
+        if any(may_be_rendered(state.request) for state in answered.request_states):
             run.chat_template = context.models.chat(run.model).as_json()
         if context.suite is not None:
             context.suite.add_executed(run)
-    return done
+    return answered
 
 
 def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission | None:

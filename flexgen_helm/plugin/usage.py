@@ -52,7 +52,7 @@ class HelmRun:
     sample: `instances` that were drawn with `seed`, of how many; None for all.
     level_share: of the level that a test of it may spend, with --until-decided.
     entry: what HELM made the run of; None if that is not known.
-    asked: digest of the requests, with questions and references.
+    requests_digest: of the requests, with questions and references.
     """
 
     name: str
@@ -73,7 +73,7 @@ class HelmRun:
     sample: dict[str, int] | None = None
     level_share: float | None = None
     entry: str | None = None
-    asked: str | None = None
+    requests_digest: str | None = None
 
     def record_block(
         self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]
@@ -134,7 +134,7 @@ class HelmRun:
             "sample": self.sample,
             "look": self.level_share,
             "entry": self.entry,
-            "asked": self.asked,
+            "asked": self.requests_digest,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),
@@ -155,7 +155,7 @@ class HelmRun:
         )
 
 
-def asked(states: Iterable[RequestState]) -> Iterator[str]:
+def request_lines(states: Iterable[RequestState]) -> Iterator[str]:
     """Yield each request with its instance and references as JSON, as HELM's file has it before it
     is answered.
     """
@@ -164,8 +164,8 @@ def asked(states: Iterable[RequestState]) -> Iterator[str]:
         yield json.dumps(without, sort_keys=True)
 
 
-def digest(lines: Iterable[str]) -> str:
-    """Return a digest of requests, as `asked` yields them."""
+def digest_of(lines: Iterable[str]) -> str:
+    """Return a digest of requests, as `request_lines` yields them."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -36,24 +36,18 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
     """
     if model.kind == "model" or model.baseline not in PRECISIONS:
         return {}
+    machines = [run.record.get("hardware") or {} for run in model.runs]
     # A cache that is not quantized has the compute type.
-    plain = (
-        4
-        if any(
-            (run.record.get("hardware") or {}).get("compute_dtype") == "float32"
-            for run in model.runs
-        )
-        else 2
-    )
+    plain = 4 if any(machine.get("compute_dtype") == "float32" for machine in machines) else 2
     published = (
         2 if model.base.is_full_precision is not False else _published_bytes(model.base.stored)
     )
-    found = {}
+    by_precision = {}
     for speed in model.speeds:
         name, rate = speed.label, speed.tokens_per_s
         if precision := PRECISIONS.get(name):
             weights, cache = precision.weights, precision.cache
-            found[name] = PrecisionCost(
+            by_precision[name] = PrecisionCost(
                 1 / rate if rate else math.inf,
                 published
                 if weights is None
@@ -61,17 +55,19 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
                 plain if cache is None else cache.bytes_per_value(plain),
             )
     equal = [
-        name for name in found if name == model.baseline or model.is_everywhere(name, "equivalent")
+        name
+        for name in by_precision
+        if name == model.baseline or model.is_everywhere(name, "equivalent")
     ]
-    sizes = {name: found[name].weight_bytes for name in equal}
+    sizes = {name: by_precision[name].weight_bytes for name in equal}
     best = {}
     if None not in sizes.values():
-        best["memory"] = min(equal, key=lambda name: (sizes[name], found[name].cache_bytes))
-    if found[model.baseline].seconds_per_token < math.inf:
-        best["time"] = min(equal, key=lambda name: found[name].seconds_per_token)
+        best["memory"] = min(equal, key=lambda name: (sizes[name], by_precision[name].cache_bytes))
+    if by_precision[model.baseline].seconds_per_token < math.inf:
+        best["time"] = min(equal, key=lambda name: by_precision[name].seconds_per_token)
     return {
         name: replace(cost, cheapest=tuple(what for what, taken in best.items() if taken == name))
-        for name, cost in found.items()
+        for name, cost in by_precision.items()
     }
 
 
