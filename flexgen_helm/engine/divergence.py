@@ -23,9 +23,10 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.engine import Engine, offload_folder
+from flexgen_helm.engine.engine import Engine
 from flexgen_helm.engine.executor import Observer, PromptToken
 from flexgen_helm.engine.fingerprint import RESULTS_VERSION
+from flexgen_helm.engine.opening import offload_folder
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, UsageError
 from flexgen_helm.files import naming, size
 from flexgen_helm.models.config import ModelConfig
@@ -350,7 +351,10 @@ def score(
         GenerationRequest(prompt_token_ids=ids, max_tokens=num_drawn, echo_logprobs=True)
         for ids in prompts.token_ids
     ]
-    results = engine.run(requests, on_result=raise_error, observer=observer)
+    if observer is None:
+        results = engine.run(requests, on_result=raise_error)
+    else:
+        results = engine.observe(requests, observer, raise_error)
     logprobs = (result.prompt_logprobs or () for result in results)
     return np.array(
         [of[index] for of, compared in zip(logprobs, prompts.compared) for index in compared]

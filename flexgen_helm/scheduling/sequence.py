@@ -15,7 +15,7 @@ import enum
 import hashlib
 from collections import Counter, abc
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -297,6 +297,14 @@ class Request:
             GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top)
             for _ in self.indices
         ]
+
+    def without_resumed(self, cost: Cost) -> Cost:
+        """Return the cost of one of its results with the output tokens that this run has drawn."""
+        if not self.num_resumed:
+            return cost
+        drawn = sum(completion.num_drawn for completion in self.completions)
+        new = cost.output_tokens * (drawn - self.num_resumed) // drawn
+        return replace(cost, output_tokens=new, padded_output_tokens=float(new))
 
     def _of_prompt(self, scores: Iterable[Score]) -> tuple[Score | None, ...]:
         """Return a score for each token that was asked for: scores[i] is of tokens[i + 1], and the

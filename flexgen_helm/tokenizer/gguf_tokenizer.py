@@ -104,14 +104,40 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
     type or a pre-tokenizer without a rule here: guessing would change token ids and so every score.
     """
     metadata = read_gguf_header(path).metadata
+    _check_kinds(path, metadata)
+    model = metadata.get(Keys.Tokenizer.MODEL)
+    if model is None or not metadata.get(Keys.Tokenizer.LIST):
+        return None
+    _check_model(path, metadata, model)
+    if model == "llama":
+        metadata = {**_LLAMA_IDS, **metadata}
+    tokens: list[str] = metadata[Keys.Tokenizer.LIST]
+    types: list[int] = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
+    _check_vocabulary(path, metadata, tokens, types)
+    backend = _backend(path, metadata, tokens, model)
+    _add_cut_tokens(backend, metadata, tokens, types)
+    ends = [i for i, token in enumerate(tokens) if token in _ENDS]
+    ends += [metadata[key] for key in _END_IDS if key in metadata]
+    return {
+        "backend": backend,
+        "bos_id": metadata.get(Keys.Tokenizer.BOS_ID),
+        "eos_id": metadata.get(Keys.Tokenizer.EOS_ID),
+        "eos_ids": ends,
+        "chat_template": metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
+    }
+
+
+def _check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for a value of another type than its key has."""
     for key, expected in _KINDS.items():
         if key in metadata and type(metadata[key]) is not expected:
             raise CheckpointError(
                 f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}"
             )
-    model = metadata.get(Keys.Tokenizer.MODEL)
-    if model is None or not metadata.get(Keys.Tokenizer.LIST):
-        return None
+
+
+def _check_model(path: Path, metadata: Mapping[str, Any], model: str) -> None:
+    """Raise `UnsupportedArchitectureError` for an unknown algorithm, and keys it does not read."""
     if model not in _MODELS:
         raise UnsupportedArchitectureError(
             f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
@@ -126,10 +152,12 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
                 f"of type {model!r} and may change token ids; use the model's safetensors folder "
                 "or another conversion"
             )
-    if model == "llama":
-        metadata = {**_LLAMA_IDS, **metadata}
-    tokens: list[str] = metadata[Keys.Tokenizer.LIST]
-    types: list[int] = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
+
+
+def _check_vocabulary(
+    path: Path, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> None:
+    """Raise `CheckpointError` for tokens that are no vocabulary."""
     if len(types) != len(tokens):
         raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
     if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
@@ -144,18 +172,20 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
                 f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens"
             )
 
+
+def _backend(path: Path, metadata: Mapping[str, Any], tokens: list[str], model: str) -> Backend:
+    """Build the algorithm. Raises `CheckpointError` for a vocabulary that does not fit together."""
+    # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin
+    # with BOS.
+    begins = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS
     try:
         backend = _MODELS[model](metadata, tokens)
-        # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin
-        # with BOS.
-        if metadata.get(
-            Keys.Tokenizer.ADD_BOS,
-            model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS,
-        ):
+        if metadata.get(Keys.Tokenizer.ADD_BOS, begins):
             bos = metadata[Keys.Tokenizer.BOS_ID]
             backend.post_processor = processors.TemplateProcessing(
                 single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
             )
+        return backend
     except FlexgenError:
         raise
     except KeyError as error:
@@ -166,34 +196,26 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{path} has a vocabulary that does not fit together: {reason}"
         ) from error
-    ends = [i for i, token in enumerate(tokens) if token in _ENDS]
-    types = [
-        TokenType.CONTROL if token in _ENDS else token_type
-        for token, token_type in zip(tokens, types)
-    ]
-    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
-    for kind in _CUT:
-        added = [token for token, token_type in zip(tokens, types) if token_type == kind]
-        backend.add_tokens(
-            [
-                AddedToken(
-                    token,
-                    special=kind != TokenType.USER_DEFINED,
-                    normalized=False,
-                    rstrip=is_phi3 and token not in _KEEP_SPACE,
-                )
-                for token in added
-            ]
-        )
 
-    ends += [metadata[key] for key in _END_IDS if key in metadata]
-    return {
-        "backend": backend,
-        "bos_id": metadata.get(Keys.Tokenizer.BOS_ID),
-        "eos_id": metadata.get(Keys.Tokenizer.EOS_ID),
-        "eos_ids": ends,
-        "chat_template": metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
-    }
+
+def _add_cut_tokens(
+    backend: Backend, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> None:
+    """Add the tokens at which a text is cut, kind by kind."""
+    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
+    by_kind: dict[int, list[AddedToken]] = {kind: [] for kind in _CUT}
+    for token, token_type in zip(tokens, types):
+        kind = TokenType.CONTROL if token in _ENDS else token_type
+        if kind in by_kind:
+            added = AddedToken(
+                token,
+                special=kind != TokenType.USER_DEFINED,
+                normalized=False,
+                rstrip=is_phi3 and token not in _KEEP_SPACE,
+            )
+            by_kind[kind].append(added)
+    for some in by_kind.values():
+        backend.add_tokens(some)
 
 
 # ---- byte-level BPE ("gpt2") ----

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -588,6 +588,42 @@ def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
     return _from_table(group, group.part(*states))
 
 
+class _TableState(NamedTuple):
+    """What bitsandbytes says of a matrix in 4 bits.
+
+    block, nested_block: values of a scale, and scales of a scale of theirs.
+    offset: of scales that have scales.
+    """
+
+    outputs: int
+    inputs: int
+    block: int
+    nested_block: int
+    offset: float
+    dtype: str
+
+
+def _table_state(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -> _TableState:
+    """Read the state, which is JSON. Raises `CheckpointError`."""
+    require(state, ("U8",))
+    try:
+        settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
+        outputs, inputs = (int(size) for size in settings["shape"])
+        found = _TableState(
+            outputs,
+            inputs,
+            int(settings["blocksize"]),
+            int(settings["nested_blocksize"]) if is_nested else 1,
+            float(settings["nested_offset"]) if is_nested else 0.0,
+            HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype),
+        )
+        if min(found.block, found.nested_block, outputs, inputs) < 1:
+            raise ValueError("a size below 1")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
+    return found
+
+
 def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
     """NF4 or FP4: flat codes, two a byte, the upper four bits first; value = table[code] *
     absmax[block].
@@ -603,18 +639,8 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         if is_nested
         else []
     )
-    require(state, ("U8",))
-    try:
-        settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
-        outputs, inputs = (int(size) for size in settings["shape"])
-        block = int(settings["blocksize"])
-        nested_block = int(settings["nested_blocksize"]) if is_nested else 1
-        offset = float(settings["nested_offset"]) if is_nested else 0.0
-        dtype = HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype)
-        if min(block, nested_block, outputs, inputs) < 1:
-            raise ValueError("a size below 1")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
+    known = _table_state(group, state, is_nested)
+    outputs, inputs, block = known.outputs, known.inputs, known.block
     blocks = -(-outputs * inputs // block)
     if codes.size != -(-outputs * inputs // 2):
         raise CheckpointError(
@@ -622,7 +648,7 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         )
     require(absmax, ("U8" if is_nested else "F32",), (blocks,))
     require(table, ("F32",), (16,))
-    for stored, size in zip(nested, (256, -(-blocks // nested_block)), strict=False):
+    for stored, size in zip(nested, (256, -(-blocks // known.nested_block)), strict=False):
         require(stored, ("F32",), (size,))
     kind = "NF4" if state.name.endswith("nf4") else "FP4 of bitsandbytes"
     fmt = scaled_format(kind, "F32", inputs, block, table=tuple(read_all(table).tolist()))
@@ -631,39 +657,39 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
             f"{codes.title} has rows of {inputs} values in blocks of {block}, which nothing here "
             "reads"
         )
-    tensor = LogicalTensor(name, (outputs, inputs), dtype, (codes, absmax, table, state, *nested))
+    parts = (codes, absmax, table, state, *nested)
+    tensor = LogicalTensor(name, (outputs, inputs), known.dtype, parts)
     if not nested and inputs % block == 0:
-        scales = StoredPlane(
-            absmax.file,
-            absmax.offset,
-            inputs // block * 4,
-            4,
-            same_blocks=block // fmt.block_values,
-        )
         code_plane = StoredPlane(codes.file, codes.offset, inputs // 2, fmt.code_bytes)
+        same = block // fmt.block_values
+        scales = StoredPlane(absmax.file, absmax.offset, inputs // block * 4, 4, same_blocks=same)
         return replace(tensor, published=PublishedTensor(fmt, (scales, code_plane)))
-
-    def lay_out() -> FillRows:
-        scales = read_all(absmax)
-        if nested:
-            nested_table, nested_scale = (read_all(part) for part in nested)
-            scales = (
-                nested_table[scales.long()] * nested_scale[torch.arange(blocks) // nested_block]
-                + offset
-            )
-
-        def fill(start: int, out: torch.Tensor) -> None:
-            rows = out.view(len(out), -1, fmt.block_bytes)
-            first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
-            rows[..., :4] = scales[first // block].view(torch.uint8).view(len(out), -1, 4)
-            data = codes.read(start * inputs // 2, len(out) * inputs // 2)
-            rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(
-                len(out), -1, fmt.code_bytes
-            )
-
-        return fill
-
+    lay_out = partial(_coded_rows, fmt, known, codes, (absmax, *nested))
     return replace(tensor, published=PublishedTensor(fmt, lay_out=lay_out))
+
+
+def _coded_rows(
+    fmt: BlockFormat,
+    known: _TableState,
+    codes: StoredTensor,
+    scaling: tuple[StoredTensor, ...],
+) -> FillRows:
+    """Return what makes rows of blocks; scaling: scales, and table and scales of theirs."""
+    inputs = known.inputs
+    scales, *nested = map(read_all, scaling)
+    if nested:
+        table, factors = nested
+        groups = torch.arange(len(scales)) // known.nested_block
+        scales = table[scales.long()] * factors[groups] + known.offset
+
+    def fill(start: int, out: torch.Tensor) -> None:
+        rows = out.view(len(out), -1, fmt.block_bytes)
+        first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
+        rows[..., :4] = scales[first // known.block].view(torch.uint8).view(len(out), -1, 4)
+        data = codes.read(start * inputs // 2, len(out) * inputs // 2)
+        rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(len(out), -1, fmt.code_bytes)
+
+    return fill
 
 
 _READERS: Mapping[str, Callable[[QuantizedGroup], LogicalTensor | None]] = {
