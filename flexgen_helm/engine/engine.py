@@ -14,7 +14,7 @@ from typing import Any
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig, with_options_of
-from flexgen_helm.engine.executor import Executor, LoadedModel, Observer
+from flexgen_helm.engine.executor import Executor, ModelStages, Observer
 from flexgen_helm.engine.opening import OpenedModel, open_model, place_model, report_rounding
 from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
 from flexgen_helm.engine.proof import compare_kernels, require_batch_invariance, require_proof
@@ -86,7 +86,7 @@ class Engine:
         report_rounding(model)
         load_s = time.perf_counter() - began
         self.identity = EngineIdentity.of(model, placed.part.experts, is_proved, load_s)
-        self._model = LoadedModel(
+        self._model = ModelStages(
             self.model_config,
             decoder_of(placed.part, device, model.dtype),
             self._weights,
@@ -247,7 +247,7 @@ class Engine:
             otherwise it fails.
 
         A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one
-            `run`.
+        `run`.
         """
         return score_pairs(self, pairs, truncate)
 

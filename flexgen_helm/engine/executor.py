@@ -41,11 +41,11 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import UNLIMITED
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import DrawnToken, TopLogprobs
 from flexgen_helm.scheduling.scheduler import StageVisit, WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, SamplingParams, Sequence
+from flexgen_helm.tiers import UNLIMITED
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
@@ -293,7 +293,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class ModelStages:
     """The stages of a model that are here, and what computes them.
 
     config: of the whole model.
@@ -326,7 +326,7 @@ class Executor:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ModelStages,
         cache: KVCache,
         activations: ActivationStore,
         expert_tokens: int = UNLIMITED,

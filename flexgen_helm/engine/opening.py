@@ -31,6 +31,7 @@ from flexgen_helm.engine.device import (
 from flexgen_helm.engine.fingerprint import Arithmetic, engine_fingerprint
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
+from flexgen_helm.engine.pipeline import divide_layers
 from flexgen_helm.errors import Float16Error, UsageError
 from flexgen_helm.files import require_writable, size
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
@@ -41,13 +42,14 @@ from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, TransferManager
 from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
-from flexgen_helm.planner.placement import TIERS, Machine, StorageSizes, Tier
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.planner import Planner
-from flexgen_helm.planner.policy import Choices, divide_layers
+from flexgen_helm.planner.policy import Choices
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
+from flexgen_helm.tiers import TIERS, Tier
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -162,7 +164,7 @@ def fingerprint_before_loading(
     """Return the fingerprint of the engine that would be loaded, without its weights.
 
     None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a
-        pipeline.
+    pipeline.
     """
     if rank_of_process() is not None or compute_device(options.device).type != "cpu":
         return None

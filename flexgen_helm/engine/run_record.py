@@ -28,11 +28,11 @@ from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
-from flexgen_helm.planner.placement import TIERS, Fractions, Tier
 from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.problem import expected_experts, fitted_skew
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.tiers import TIERS, Fractions, Tier
 
 # Of what the record of a pipeline says for each rank.
 _OF_RANK = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
