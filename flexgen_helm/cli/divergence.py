@@ -68,6 +68,9 @@ _Baseline = Annotated[
 _MaxWindows = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Compare only the first N windows.")
 ]
+_ByLayer = Annotated[
+    bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
+]
 
 
 def divergence(
@@ -80,9 +83,7 @@ def divergence(
     output_path: OutputPath = DEFAULT_OUTPUT,
     baseline: _Baseline = None,
     max_windows: _MaxWindows = None,
-    by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
-    ] = False,
+    by_layer: _ByLayer = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure how far other precisions, or a second model, are from FP16: KL divergence, same top
@@ -100,59 +101,71 @@ def divergence(
         --text book.txt --window 1024 --precision 8bit,4bit
     """
     check_engine_flags(engine)
-    if rank_of_process() is not None:
-        raise UsageError(
-            "two models are compared in one process; start divergence without torchrun"
-        )
+    _require_one_process()
     named = _compared(model, second, baseline, engine.get("precision"))
     of_text = {"--text": text, "--window": window, "--max-windows": max_windows}
+    _check_flags(suite, of_text, named)
+    content = "" if text is None else _read_text(text)
+    by_entry = {}
     if suite is not None:
-        if given := [flag for flag, value in of_text.items() if value is not None]:
-            raise UsageError(f"--suite and {given[0]} exclude each other; leave one of them out")
-        if len(named) < 2:
-            raise UsageError(
-                f"--precision names only the baseline {named[0][2]}; add one, such as --precision "
-                "4bit"
-            )
         by_entry = _suite_prompts(model, named[0][2], output_path / "runs" / suite)
-    elif text is None or window is None:
-        raise UsageError(
-            "divergence needs a text and its --window, or a --suite; see flexgen-helm divergence "
-            "--help"
-        )
-    else:
-        content = _read_text(text)
 
     from flexgen_helm.engine.divergence import require_comparable
     from flexgen_helm.engine.opening import open_files
-    from flexgen_helm.report.scores import finite
 
     models = [
         (label, name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
         for label, name, precision in named
     ]
-    opened = models if second else models[:1]
-    files = [open_files(resolve(name), options) for _, name, options in opened]
+    files = [open_files(resolve(name), options) for _, name, options in models[: 1 + bool(second)]]
     if second is not None:
         require_comparable(files, by_layer)
-    if suite is None:
-        by_entry = {"": _windows(model, *files[0], content, window or 0, max_windows)}
+    by_entry = by_entry or {"": _windows(model, files[0], content, window or 0, max_windows)}
     if len(models) == 1:
         return _say_perplexity_of(models[0], by_entry[""], as_json)
     found = _divergences(models, by_entry, files[0][0], by_layer, is_told=not as_json)
-    if as_json:
-        entries = [
-            {"entry": entry, "precisions": [*map(asdict, of)]} for entry, of in found.items()
-        ]
-        asked = {"text": str(text), "window": window, "precisions": entries[0]["precisions"]}
-        print_json(
-            finite(
-                {
-                    "model": model,
-                    **(asked if suite is None else {"suite": suite, "entries": entries}),
-                }
-            )
+    if not as_json:
+        return
+    by_name = {entry: [*map(asdict, of)] for entry, of in found.items()}
+    if suite is None:
+        asked = {"text": str(text), "window": window, "precisions": by_name[""]}
+    else:
+        entries = [{"entry": entry, "precisions": of} for entry, of in by_name.items()]
+        asked = {"suite": suite, "entries": entries}
+    _print_json({"model": model, **asked})
+
+
+def _require_one_process() -> None:
+    if rank_of_process() is not None:
+        raise UsageError(
+            "two models are compared in one process; start divergence without torchrun"
         )
+
+
+def _check_flags(
+    suite: str | None, of_text: Mapping[str, object], named: Sequence[tuple[str, str, str]]
+) -> None:
+    """Raise `UsageError` for flags that do not go together, and for nothing to compare."""
+    if suite is None:
+        if of_text["--text"] is None or of_text["--window"] is None:
+            raise UsageError(
+                "divergence needs a text and its --window, or a --suite; see flexgen-helm "
+                "divergence --help"
+            )
+        return
+    if given := [flag for flag, value in of_text.items() if value is not None]:
+        raise UsageError(f"--suite and {given[0]} exclude each other; leave one of them out")
+    if len(named) < 2:
+        raise UsageError(
+            f"--precision names only the baseline {named[0][2]}; add one, such as --precision 4bit"
+        )
+
+
+def _print_json(content: Mapping[str, object]) -> None:
+    """Print an object; infinite is null there."""
+    from flexgen_helm.report.scores import finite
+
+    print_json(finite(content))
 
 
 def _compared(
@@ -226,9 +239,7 @@ def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
     nll = -math.fsum(logprobs)
     perplexity = math.exp(nll / len(logprobs)) if nll < 709 * len(logprobs) else math.inf
     if as_json:
-        from flexgen_helm.report.scores import finite
-
-        print_json(finite({"tokens_scored": len(logprobs), "nll": nll, "perplexity": perplexity}))
+        _print_json({"tokens_scored": len(logprobs), "nll": nll, "perplexity": perplexity})
     else:
         print(
             f"perplexity {perplexity:.4f} over {count(len(logprobs), 'token')} "
@@ -238,8 +249,7 @@ def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
 
 def _windows(
     name: str,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer | None,
+    files: tuple[Checkpoint, Tokenizer | None],
     text: str,
     window: int,
     most: int | None,
@@ -248,6 +258,7 @@ def _windows(
 
     Raises `UsageError` if the window exceeds the model's or the text has no token to score.
     """
+    checkpoint, tokenizer = files
     if tokenizer is None:
         raise UsageError(f"the model {name} has no tokenizer files, so it cannot read a text")
     if window > checkpoint.config.max_positions:

@@ -681,6 +681,16 @@ def _check(
     return found
 
 
+def _read_samples(results: Path, tasks: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the logged documents of each task, which lie beside the results."""
+    end = f"{results.stem.rpartition('_')[2]}.jsonl"
+    files = {task: results.with_name(f"samples_{task}_{end}") for task in tasks}
+    return {
+        task: [json.loads(line) for line in file.read_bytes().splitlines()]
+        for task, file in files.items()
+    }
+
+
 def recorded_answers(results: Path) -> Recorded:
     """Return the documents that the harness has written beside its results, with the answers to
     their requests.
@@ -722,16 +732,7 @@ def recorded_answers(results: Path) -> Recorded:
         name = f"{task}, document {line['doc_id']}"
         return RecordedAnswer(name, values, recompute, has_sums=kind != "generate_until")
 
-    @cache
-    def logged() -> dict[str, list[Any]]:
-        end = f"{results.stem.rpartition('_')[2]}.jsonl"
-        files = {
-            task: results.with_name(f"samples_{task}_{end}").read_bytes()
-            for task in content["configs"]
-        }
-        return {
-            task: [json.loads(line) for line in lines.splitlines()] for task, lines in files.items()
-        }
+    logged = cache(partial(_read_samples, results, content["configs"]))
 
     def read() -> list[RecordedAnswer]:
         return [
