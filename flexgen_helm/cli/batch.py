@@ -61,22 +61,24 @@ class _Line:
     error: Exception | None = None
 
 
-_Requests = Annotated[
-    Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch file; - reads stdin.")
-]
-_Out = Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="File to write.")]
-_Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Model that answers every line, whatever it names. Default: what the first line "
-        "names.",
-        autocompletion=complete_model,
-    ),
-]
-
-
-def batch(requests: _Requests, out: _Out, engine: EngineOptions, model: _Model = None) -> None:
+def batch(
+    requests: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch file; - reads stdin.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="File to write.")],
+    engine: EngineOptions,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=(
+                "Model that answers every line, whatever it names. Default: what the first line "
+                "names."
+            ),
+            autocompletion=complete_model,
+        ),
+    ] = None,
+) -> None:
     """Answer an OpenAI batch file, as OpenAI and vLLM's run-batch do.
 
     A line is a JSON object, in the input and in the output, and the order is the same.
@@ -103,24 +105,27 @@ def batch(requests: _Requests, out: _Out, engine: EngineOptions, model: _Model =
     )
     if name is None and any(line.asked for line in parsed):
         raise UsageError("no line names a model; give one with --model")
-    answering = None
     answered = (_failure(line) for line in parsed)  # no line names a model
     if name is not None:
-        answering = _Answering(
-            _arguments(name, engine, model is not None),
-            ModelReader("batch"),
-            Service(EngineLoader()),
-            only=None if model else name,
-        )
+        try:
+            arguments = model_arguments(name, engine)
+        except UnknownModelError as error:
+            if model is not None:
+                raise
+            raise UnknownModelError(
+                f"{error}; --model NAME answers all lines, whatever they name"
+            ) from error
+        reader, service = ModelReader("batch"), Service(EngineLoader())
         # a second signal may end the first close
-        atexit.register(process.close_at_exit, answering.service.close)
-        answered = answering.answers(parsed, {"created": created, "model": name})
+        atexit.register(process.close_at_exit, service.close)
+        head = {"created": created, "model": name}
+        answered = _answers(parsed, arguments, reader, service, head, None if model else name)
     with written_whole(out, "-o") as output, closing(answered):
         num_failed = sum(
             _write(output, line, *response) for response, line in zip(answered, parsed)
         )
-    if answering is not None:
-        answering.write_record(out)
+    if name is not None:
+        _write_record(out, arguments, reader, service)
     say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
     if num_failed:
         say(
@@ -128,18 +133,6 @@ def batch(requests: _Requests, out: _Out, engine: EngineOptions, model: _Model =
             "response"
         )
         raise typer.Exit(1)
-
-
-def _arguments(name: str, engine: EngineOptions, is_given: bool) -> ModelArguments:
-    """Return the model that answers; is_given: by --model."""
-    try:
-        return model_arguments(name, engine)
-    except UnknownModelError as error:
-        if is_given:
-            raise
-        raise UnknownModelError(
-            f"{error}; --model NAME answers all lines, whatever they name"
-        ) from error
 
 
 # Reading
@@ -177,85 +170,81 @@ def _parse(content: bytes) -> Iterator[_Line]:
 # Answering
 
 
-@dataclass(frozen=True)
-class _Answering:
-    """What answers lines.
+def _answers(
+    parsed: Sequence[_Line],
+    model: ModelArguments,
+    reader: ModelReader,
+    service: Service,
+    head: Json,
+    only: str | None = None,
+) -> Generator[tuple[int, Json]]:
+    """Yield status and body of the response to each line, in order; close the service.
 
-    only: the model that lines must name; None for whatever.
+    head: what bodies say of the model, and when they were made. only: what lines must name; None
+        for whatever.
     """
 
-    model: ModelArguments
-    reader: ModelReader
-    service: Service
-    only: str | None = None
-
-    def answers(self, parsed: Sequence[_Line], head: Json) -> Generator[tuple[int, Json]]:
-        """Yield status and body of the response to each line, in order; close the service.
-
-        head: what bodies say of the model, and when they were made.
-        """
-        try:
-            self.reader.encoder(self.model)  # what no line could be answered without
-            self.service.preload(self.model)
-            lines = list(map(self._encoded, parsed))
-            # what this thread has opened, it needs no longer
-            report(ProgressPhase("load", done=1, total=1))
-            asked = [prompt.request for line in lines for prompt in line.prompts]
-            with self.service.submit(self.model, asked):
-                for line in lines:
-                    yield self._response(line, head)
-        finally:
-            self.service.close()
-
-    def _encoded(self, line: _Line) -> _Line:
+    def encoded(line: _Line) -> _Line:
         """Return a line with its prompts encoded, or with why they cannot be."""
-        asked, reader = line.asked, self.reader
+        asked = line.asked
         if asked is None:
             return line
         try:
-            if self.only is not None and asked.model != self.only:
+            if only is not None and asked.model != only:
                 raise ApiError(
-                    f"the model is {asked.model!a}, and this file's first line names {self.only!a};"
-                    " a file asks one model, or --model answers all "
+                    f"the model is {asked.model!a}, and this file's first line names {only!a}; a "
+                    "file asks one model, or --model answers all "
                     "lines", "model", "model_not_found", 404
                 )  # fmt: skip
-            chat = reader.chat(self.model) if isinstance(asked, ChatBody) else None
-            positions = reader.facts(self.model).max_positions
-            encoder = reader.encoder(self.model)
-            prompts = to_requests(asked, encoder, chat, positions, line.custom_id or "")
+            chat = reader.chat(model) if isinstance(asked, ChatBody) else None
+            positions = reader.facts(model).max_positions
+            prompts = to_requests(
+                asked, reader.encoder(model), chat, positions, line.custom_id or ""
+            )
         except FlexgenError as error:
             return _Line(line.identity, line.custom_id, error=error)
         return replace(line, prompts=prompts)
 
-    def _response(self, line: _Line, head: Json) -> tuple[int, Json]:
+    def response(line: _Line) -> tuple[int, Json]:
         """Wait for the answers to a line."""
         if line.asked is None:
             return _failure(line)
-        results = [
-            self.service.respond(self.model, prompt.request).result for prompt in line.prompts
-        ]
+        results = [service.respond(model, prompt.request).result for prompt in line.prompts]
         if failed := next((result.error for result in results if result.error is not None), None):
             return error_status(failed), error_body(failed)
-        tokenizer = self.reader.encoder(self.model).tokenizer
-        head = {"id": line.identity, **head}
-        return 200, to_body(line.asked, line.prompts, results, tokenizer, head)
+        tokenizer = reader.encoder(model).tokenizer
+        return 200, to_body(
+            line.asked, line.prompts, results, tokenizer, {"id": line.identity, **head}
+        )
 
-    def write_record(self, out: Path) -> None:
-        """Write what `verify` must know of the answers beside them."""
-        chat, path = None, out.with_name(out.name + _RECORD)
-        with suppress(UsageError):  # whose lines failed
-            chat = self.reader.chat(self.model)
-        record = self.service.record(self.model, chat)
-        # One that computed nothing keeps what is said of the machine that did.
-        if record and (
-            record["hardware"] or read_object(path).get("fingerprint") != record["fingerprint"]
-        ):
-            write_json(path, record)
+    try:
+        reader.encoder(model)  # what no line could be answered without
+        service.preload(model)
+        lines = list(map(encoded, parsed))
+        # what this thread has opened, it needs no longer
+        report(ProgressPhase("load", done=1, total=1))
+        with service.submit(model, [prompt.request for line in lines for prompt in line.prompts]):
+            yield from map(response, lines)
+    finally:
+        service.close()
 
 
 def _failure(line: _Line) -> tuple[int, Json]:
     assert line.error is not None
     return error_status(line.error), error_body(line.error)
+
+
+def _write_record(out: Path, model: ModelArguments, reader: ModelReader, service: Service) -> None:
+    """Write what `verify` must know of the answers beside them."""
+    chat, path = None, out.with_name(out.name + _RECORD)
+    with suppress(UsageError):  # whose lines failed
+        chat = reader.chat(model)
+    record = service.record(model, chat)
+    # One that computed nothing keeps what is said of the machine that did.
+    if record and (
+        record["hardware"] or read_object(path).get("fingerprint") != record["fingerprint"]
+    ):
+        write_json(path, record)
 
 
 def recorded_lines(out: Path, requests: Path) -> Recorded:
@@ -270,11 +259,9 @@ def recorded_lines(out: Path, requests: Path) -> Recorded:
                 f"{requests} is not what {name}, answers; give the file as it was then"
             )
         head = {"created": body["created"], "model": body["model"]}
-
-        def recompute(service: Service, model: ModelArguments) -> Json:
-            return next(_Answering(model, reader, service).answers([line], head))[1]
-
-        return RecordedAnswer(name, body, recompute)
+        return RecordedAnswer(
+            name, body, lambda *given: next(_answers([line], given[1], reader, given[0], head))[1]
+        )
 
     def read() -> list[RecordedAnswer]:
         answers = (parse_json(text, "an answer") for text in out.read_bytes().splitlines())

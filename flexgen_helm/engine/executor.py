@@ -44,24 +44,11 @@ from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import DrawnToken, TopLogprobs
 from flexgen_helm.scheduling.scheduler import StageVisit, WorkItem, stage_visits
-from flexgen_helm.scheduling.sequence import Batch, SamplingParams, Sequence
+from flexgen_helm.scheduling.sequence import Batch, PromptScores, SamplingParams, Sequence
 from flexgen_helm.tiers import UNLIMITED
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True)
-class PromptToken:
-    """A token of a prompt that a row of logits predicts.
-
-    prompts: the requests with this prompt, by index in the caller's list; several if they share it,
-        or a beginning.
-    index: of the token in the prompt, from 1 on.
-    """
-
-    prompts: tuple[int, ...]
-    index: int
 
 
 class Observer(Protocol):
@@ -72,24 +59,22 @@ class Observer(Protocol):
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
         """See a batch's hidden states [T, H] after a stage; they must not be changed."""
 
-    def on_logits(self, tokens: abc.Sequence[PromptToken], logits: Tensor) -> None:
-        """See the rows [tokens, V] in float32 that predict scored tokens, valid during the call."""
+    def on_logits(self, predictions: abc.Sequence[Prediction], logits: Tensor) -> None:
+        """See the rows [predictions, V] in float32 that predict scored tokens, valid during the
+        call.
+        """
 
 
 @dataclass
 class SequenceOutput:
     """What a pass computed for one sequence.
 
-    prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
-    prompt_greedy: whether each of them is the most probable token, where that is wanted.
-    prompt_top: the most probable tokens there, where they are wanted.
+    scores: of the prompt's tokens 1, 2, ….
     drawn: the tokens that were drawn.
     nonfinite_stage: the first stage after which a value was not finite; None if all were.
     """
 
-    prompt_logprobs: list[float] = field(default_factory=list)
-    prompt_greedy: list[bool] = field(default_factory=list)
-    prompt_top: list[TopLogprobs] = field(default_factory=list)
+    scores: PromptScores = field(default_factory=PromptScores)
     drawn: list[DrawnToken] = field(default_factory=list)
     nonfinite_stage: str | None = None
 
@@ -117,13 +102,12 @@ class Prediction:
     index: int = 0
 
     @property
-    def prompt_token(self) -> PromptToken:
-        """The target, as an `Observer` is told."""
+    def prompts(self) -> list[int]:
+        """The requests that have the target, by index in the caller's list; several if they share a
+        beginning.
+        """
         assert self.sequence is not None
-        return PromptToken(
-            tuple(index for request in self.sequence.requests for index in request.indices),
-            self.index,
-        )
+        return [index for request in self.sequence.requests for index in request.indices]
 
     def fill(self, token: int, logprob: float, top: TopLogprobs) -> None:
         output = self.output
@@ -134,16 +118,16 @@ class Prediction:
         elif self.target is None:
             output.drawn.append(DrawnToken(token, logprob, top))
         else:
-            output.prompt_logprobs.append(logprob)
+            output.scores.logprobs.append(logprob)
             if self.needs_argmax:
-                output.prompt_greedy.append(token == self.target)
+                output.scores.greedy.append(token == self.target)
             if self.num_top:
-                output.prompt_top.append(top)
+                output.scores.top.append(top)
 
 
 @dataclass(eq=False)
-class HeadOutput:
-    """What the head predicts for a batch.
+class BatchOutput:
+    """What is predicted for a batch.
 
     outputs: one for each sequence of the batch.
     predictions: those of all sequences, in order.
@@ -151,24 +135,58 @@ class HeadOutput:
         then of each prediction four things: the token that is drawn, or beside a target the most
         probable one where that is wanted; the log-probability of the drawn token or the target; the
         `num_top` most probable tokens; theirs.
+    seconds: of its items.
     """
 
+    batch: Batch
     outputs: list[SequenceOutput]
     predictions: list[Prediction]
     values: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, batch: Batch) -> BatchOutput:
+        """Say what is to be predicted for a batch in this pass."""
+        #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn
+        #  predict           b c ?      from
+        outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
+        first = 0
+        for item, output in zip(batch.scheduled, outputs):
+            sequence, last = item.sequence, first + item.count - 1
+            next_index = sequence.start + sequence.num_computed + 1
+            predictions += [
+                Prediction(
+                    output,
+                    first + i,
+                    target,
+                    None,
+                    sequence.needs_greedy,
+                    sequence.num_top,
+                    sequence,
+                    next_index + i,
+                )
+                for i, target in enumerate(sequence.targets)
+            ]
+            predictions += [
+                Prediction(output, last, None, params, num_top=sequence.num_top)
+                for params in sequence.sampling()
+            ]
+            first += item.count
+        return cls(batch, outputs, predictions)
 
     @property
     def num_top(self) -> int:
         """How many of the most probable tokens are found for each prediction."""
         return max((prediction.num_top for prediction in self.predictions), default=0)
 
-    def num_values(self, batch: Batch) -> int:
-        return batch.num_tokens + 2 * len(self.predictions) * (1 + self.num_top)
+    @property
+    def num_values(self) -> int:
+        return self.batch.num_tokens + 2 * len(self.predictions) * (1 + self.num_top)
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self) -> None:
         """Fill the values into the outputs."""
         first, num_top = 0, self.num_top
-        for item, output in zip(batch.scheduled, self.outputs):
+        for item, output in zip(self.batch.scheduled, self.outputs):
             bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
             output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
             first += item.count
@@ -177,47 +195,6 @@ class HeadOutput:
             token, logprob, *top = islice(values, 2 * (1 + num_top))
             ranked = zip(map(int, top[:num_top]), top[num_top:])
             prediction.fill(int(token), logprob, tuple(islice(ranked, prediction.num_top)))
-
-
-def predictions_of(batch: Batch) -> HeadOutput:
-    """Return what is to be predicted for a batch in this pass."""
-    #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
-    #  predict           b c ?
-    outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
-    first = 0
-    for item, output in zip(batch.scheduled, outputs):
-        sequence, last = item.sequence, first + item.count - 1
-        next_index = sequence.start + sequence.num_computed + 1
-        predictions += [
-            Prediction(
-                output,
-                first + i,
-                target,
-                None,
-                sequence.needs_greedy,
-                sequence.num_top,
-                sequence,
-                next_index + i,
-            )
-            for i, target in enumerate(sequence.targets)
-        ]
-        predictions += [
-            Prediction(output, last, None, params, num_top=sequence.num_top)
-            for params in sequence.sampling()
-        ]
-        first += item.count
-    return HeadOutput(outputs, predictions)
-
-
-@dataclass(frozen=True)
-class BatchOutput:
-    """All sequences of a batch that has passed the head, in the batch's order, and the seconds of
-    its items.
-    """
-
-    batch: Batch
-    outputs: list[SequenceOutput]
-    seconds: float
 
 
 @dataclass(eq=False)
@@ -356,7 +333,7 @@ class Executor:
         )
         self.peak_workspace_bytes = 0
         # of batches that `collect` has not asked for
-        self.pending_heads: dict[Batch, HeadOutput] = {}
+        self.pending_heads: dict[Batch, BatchOutput] = {}
         self._collected_at = time.perf_counter()
 
     def keep_states(self, fingerprint: str, on_keep: Callable[[], None]) -> None:
@@ -472,12 +449,12 @@ class Executor:
         """
         head = self.pending_heads.pop(batch, None)
         if head is None:
-            head = predictions_of(batch)
-            head.values = self._pipeline.receive_values(head.num_values(batch))
+            head = BatchOutput.of(batch)
+            head.values = self._pipeline.receive_values(head.num_values)
         since, self._collected_at = self._collected_at, time.perf_counter()
-        return self._finish(batch, head, self._collected_at - since)
+        return self._finish(head, self._collected_at - since)
 
-    def _hand_on(self, item: WorkItem, current: Pass, head: HeadOutput | None) -> None:
+    def _hand_on(self, item: WorkItem, current: Pass, head: BatchOutput | None) -> None:
         """Send the hidden states to the next rank, or the head's values to all others; end the
         batch if none are.
         """
@@ -486,7 +463,7 @@ class Executor:
             assert state.hidden is not None
             self._pipeline.send_hidden(checksum(batch), state.hidden, state.check_finite())
         elif self._pipeline.is_whole:
-            current.on_batch(self._finish(batch, head, state.seconds))
+            current.on_batch(self._finish(head, state.seconds))
         else:
             self._pipeline.send_values(head.values)
             self.pending_heads[batch] = head
@@ -532,7 +509,7 @@ class Executor:
             with suppress(MemoryLimitError):
                 state.metadata.prefetch(layer, self.cache)
 
-    def _compute(self, step: list[WorkItem], current: Pass) -> HeadOutput | None:
+    def _compute(self, step: list[WorkItem], current: Pass) -> BatchOutput | None:
         """Take the batches of a step through its stage; return what the head computed, and None
         after other stages.
         """
@@ -652,8 +629,8 @@ class Executor:
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
-    def _head(self, batch: Batch, state: _BatchState) -> HeadOutput:
-        head = predictions_of(batch)
+    def _head(self, batch: Batch, state: _BatchState) -> BatchOutput:
+        head = BatchOutput.of(batch)
         predictions = head.predictions
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
@@ -679,7 +656,7 @@ class Executor:
     def _predict(
         self, weights: StageWeights, hidden: Tensor, predictions: list[Prediction], num_top: int
     ) -> Tensor:
-        """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has
+        """Return the values of a slice of predictions (`BatchOutput.values`), in float64, which has
         them all.
         """
         positions = [prediction.position for prediction in predictions]
@@ -691,7 +668,7 @@ class Executor:
         if self._observer is not None and len(drawn) < len(predictions):
             scored = [i for i in range(len(predictions)) if i not in drawn]
             self._observer.on_logits(
-                [predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits
+                [predictions[i] for i in scored], logits[scored] if drawn else logits
             )
         if len(drawn) == len(predictions):
             tokens = self._draw(logits, [*drawn.values()])
@@ -716,12 +693,13 @@ class Executor:
             logits, sampling = self.model.processors(logits, sampling)
         return sample_tokens(logits, sampling)
 
-    def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:
+    def _finish(self, head: BatchOutput, seconds: float) -> BatchOutput:
         """Advance a batch's sequences by what was computed."""
-        head.fill(batch)
-        for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
+        head.fill()
+        head.seconds = seconds
+        for scheduled in head.batch.scheduled:  # last: after an out-of-memory all is computed again
             scheduled.sequence.num_computed += scheduled.count
-        return BatchOutput(batch, head.outputs, seconds)
+        return head
 
 
 def _share_launch(step: list[WorkItem], current: Pass, seconds: float) -> None:

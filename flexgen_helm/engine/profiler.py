@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import FlexgenError
@@ -136,16 +137,16 @@ class _LayerWeights(StageWeights):
         }
         self._ready = {name: torch.randn(tokens, out) for name, (out, _) in layer.sizes.items()}
 
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def linear(self, name: str, x: Tensor) -> Tensor:
         return tiled_linear(x, self._matrices[name], None) if self._matrices else self._ready[name]
 
-    def vector(self, name: str) -> torch.Tensor | None:
+    def vector(self, name: str) -> Tensor | None:
         return self._vectors.get(name)
 
     def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
         raise AssertionError("the model has none")
 
-    def lookup(self, name: str, rows: Any) -> torch.Tensor:
+    def lookup(self, name: str, rows: Any) -> Tensor:
         raise AssertionError("a layer has no tables")
 
 
@@ -195,13 +196,13 @@ class _MeasuredLayer:
         for name, (_, width) in self.sizes.items():
             weights.linear(name, self._inputs[width])
 
-    def _attend_cache(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend_cache(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for cache, new in zip(self._caches, (k, v)):
             put_rows(cache.movedim(2, 1), self._row, self._row, new)
         return cache_attention(q, *self._caches)()[0]
 
     @staticmethod
-    def _store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _store(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k.clone(), v.clone()
         return q
 
@@ -273,7 +274,7 @@ def _attention_rates(device: torch.device, kind: torch.dtype) -> tuple[float, fl
     return 4.0 * tokens * tokens * heads * dim / attending, pair / reading
 
 
-def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T,
     Hk, D].
     """
@@ -285,7 +286,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calla
     return partial(attend_segments, q, table.at((), (k, v)), scale)
 
 
-def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+def cache_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v
     [B, Hk, S, D].
     """
@@ -342,7 +343,7 @@ def _link(device: torch.device) -> Link:
     pinned = [torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pageable = torch.zeros(_LINK_BYTES, dtype=torch.uint8)
 
-    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    def rate(target: Tensor, source: Tensor) -> float:
         return _LINK_BYTES / _best([partial(target.copy_, source, non_blocking=True)], 3, device)
 
     inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -405,9 +406,9 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
 
 def _side_by_side(
     threads: ThreadPoolExecutor,
-    transfer: Callable[[int, torch.Tensor], None],
+    transfer: Callable[[int, Tensor], None],
     size: int,
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[Tensor],
 ) -> None:
     """Transfer a file of `size` bytes by chunks, as many at once as there are buffers."""
 

@@ -418,10 +418,8 @@ class Run:
                 advice = self._executor.model.nonfinite_advice
                 where = f"a value that is not finite appeared at stage {output.nonfinite_stage}"
                 request.error = NumericalError(f"{where}; {advice}")
-        if output.prompt_logprobs:  # assigned: a shared prefix may be computed again
-            sequence.prompt_logprobs = output.prompt_logprobs
-            sequence.prompt_greedy = output.prompt_greedy
-            sequence.prompt_top = output.prompt_top
+        if output.scores.logprobs:  # assigned: a shared prefix may be computed again
+            sequence.scores = output.scores
         if sequence.kind is SequenceKind.SHARED_PREFIX:
             return
         request = sequence.request

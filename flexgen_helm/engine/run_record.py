@@ -4,7 +4,7 @@ docs/reference).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -38,64 +38,55 @@ from flexgen_helm.tiers import TIERS, Fractions, Tier
 _OF_RANK = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineIdentity:
     """What the records of all runs of one engine share.
 
     weight_dtype: of matrices in 16 bits; that of products where they are packed.
-    dtype_reason: why products are in `dtype`.
-    simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
-    generation_config: settings of the model's folder that were applied, and those that were
-        ignored.
     is_proved: a small model of this kind equals `transformers` here; None where nothing was
         compared.
-    batch_invariant: what decides the bits of answers that do not follow their batch; empty without
-        the option.
-    rounded: stored type -> share of the matrices' elements that have it, and are rounded to 16
-        bits.
+    entries, hardware: what the record, and its `hardware`, say of the model and its device.
     """
 
     model: str
-    origin: str
-    fingerprint: str
-    precision: str
     device: torch.device
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    dtype_reason: str
-    simulated: bool
     load_s: float
     experts: MoEConfig | None
     is_proved: bool | None
-    rounded: Mapping[str, float]
-    generation_config: Mapping[str, Mapping[str, Any]]
-    batch_invariant: Sequence[str]
+    entries: Mapping[str, Any]
+    hardware: Mapping[str, Any]
 
     @classmethod
     def of(
         cls, model: OpenedModel, experts: MoEConfig | None, is_proved: bool | None, load_s: float
     ) -> EngineIdentity:
         """Describe a model whose weights are loaded."""
-        checkpoint, generation, dtype = model.checkpoint, model.generation, model.dtype
-        return cls(
-            model=model.name,
-            origin=checkpoint.origin,
-            fingerprint=model.fingerprint,
-            precision=model.precision.name,
-            device=model.device,
-            dtype=dtype,
-            weight_dtype=checkpoint.storage_dtype if model.precision.weights is None else dtype,
-            dtype_reason=model.why_not_float16 or dtype_reason(model.device, dtype, checkpoint),
-            simulated=model.is_simulated,
-            load_s=load_s,
-            experts=experts,
-            is_proved=is_proved,
-            rounded=dict(checkpoint.rounded),
-            generation_config={"applied": generation.applied, "ignored": generation.ignored},
-            batch_invariant=what_decides_bits(model.options),
-        )
+        checkpoint, generation = model.checkpoint, model.generation
+        device, dtype = model.device, model.dtype
+        weight_dtype = checkpoint.storage_dtype if model.precision.weights is None else dtype
+        entries = {
+            "model": model.name,
+            "origin": checkpoint.origin,
+            "fingerprint": model.fingerprint,
+            "precision": model.precision.name,
+            "proved": is_proved,
+            "batch_invariant": list(what_decides_bits(model.options)) or None,
+            "rounded_weights": dict(checkpoint.rounded),
+            "generation_config": {"applied": generation.applied, "ignored": generation.ignored},
+        }
+        reason = model.why_not_float16 or dtype_reason(device, dtype, checkpoint)
+        hardware = {
+            "device": "sim" if model.is_simulated else str(device),
+            "name": device_name(device),
+            "compute_dtype": str(dtype).removeprefix("torch."),
+            "compute_dtype_reason": reason,
+        }
+        known = load_s, experts, is_proved, entries, hardware
+        return cls(model.name, device, dtype, weight_dtype, *known)
 
 
 def run_record(
@@ -113,10 +104,7 @@ def run_record(
     limits, policy = plan.limits, plan.policy
     hardware = _hardware(engine, tiers)
     record = {
-        "model": engine.model,
-        "origin": engine.origin,
-        "fingerprint": engine.fingerprint,
-        "precision": engine.precision,
+        **engine.entries,
         "policy": {
             "batch_tokens": limits.batch_tokens if policy is None else None,
             "gpu_batch_size": limits.batch_sequences,
@@ -139,10 +127,6 @@ def run_record(
         "predicted_latency_s": None,
         "roofline_s": figures["flops"] / hardware["matmul_flops"],
         "hardware": hardware,
-        "proved": engine.is_proved,
-        "batch_invariant": list(engine.batch_invariant) or None,
-        "rounded_weights": dict(engine.rounded),
-        "generation_config": engine.generation_config,
         "versions": versions(),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "peak_workspace_bytes": executor.peak_workspace_bytes + tiers.peak_transfer_bytes,
@@ -179,11 +163,8 @@ def _hardware(engine: EngineIdentity, tiers: TransferManager) -> dict[str, Any]:
     """Return what computed, and how fast it multiplies."""
     device, dtype, link = engine.device, engine.dtype, tiers.copy_engine
     return {
-        "device": "sim" if engine.simulated else str(device),
-        "name": device_name(device),
-        "compute_dtype": str(dtype).removeprefix("torch."),
+        **engine.hardware,
         "host_memory": link and ("pinned" if link.pins else "pageable"),
-        "compute_dtype_reason": engine.dtype_reason,
         "product_library": product_library(device, dtype),
         "loops": dict(loops_in_use),
         "switched_off": dict(switched_off),

@@ -243,49 +243,26 @@ class _PassCost:
         """Cost products (bound by operations or by reading the weights), conversions and
         attention.
         """
-        hardware = self.problem.hardware
-        products, convert = self._product_seconds()
-        attention, host_attention = self._attention_seconds()
-        slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
-        # What was learnt may raise rates that a busy machine has shown, but no product is faster
-        # than the fastest.
-        config, rate = self.problem.config, self.problem.product_flops
-        operations = (
-            config.linear_flops_per_token * self.tokens + config.head_flops_per_token * self._heads
-        )
-        forms = {
-            "products": affine(max(products, operations / rate.best / slowdown)),
-            "convert": affine(convert),
-        }
-        forms |= {"attention": attention, "host_attention": host_attention}
-        return {name: slowdown * form for name, form in forms.items()}
-
-    @property
-    def _heads_of_each(self) -> float:
-        """Positions of a sequence that pass the head: one, and those of a prompt whose
-        log-probabilities are asked for.
-        """
-        return 1.0 + (self.problem.workload.scored if self.prefill else 0.0)
-
-    @property
-    def _heads(self) -> float:
-        return self.sequences * self._heads_of_each
-
-    def _product_seconds(self) -> tuple[float, float]:
-        """Return the seconds of products with what surrounds them, and of converting weights."""
         problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
-        processor, batches, rate = hardware.compute_processor, self.batches, problem.product_flops
+        processor, work = hardware.compute_processor, problem.compute_bytes
+        sequences, batches = self.sequences, self.batches
+        rate = problem.product_flops
+        batch_rows = self.tokens / batches
         always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
         expert_rows = problem.expert_rows(self.tokens / self._expert_batches)
         expert_flops = problem.expert_flops_per_token
         layers_s = (
-            (config.linear_flops_per_token - expert_flops)
-            * self.tokens
-            / rate.at(self.tokens / batches)
+            (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
         )
         layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
-        head_rows = min(self.sequences, self.batch_sequences) * self._heads_of_each
-        head_s = config.head_flops_per_token * self._heads / rate.at(head_rows)
+        # A position of each sequence passes the head, and those of a prompt whose log-probabilities
+        # are asked for.
+        heads_of_each = 1.0 + (problem.workload.scored if self.prefill else 0.0)
+        heads, head_rows = (
+            sequences * heads_of_each,
+            min(sequences, self.batch_sequences) * heads_of_each,
+        )
+        head_s = config.head_flops_per_token * heads / rate.at(head_rows)
         convert, read_bytes = 0.0, 0.0
         head_format = problem.precision.format_of(EMBED_TABLE)
         tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
@@ -298,30 +275,38 @@ class _PassCost:
             converted, read = self._conversion_and_reading(elements, fmt, times)
             convert += converted
             read_bytes += times * read
-        steps = (
-            batches
-            if self.prefill
-            else problem.decode_steps(batches, self.sequences, self.resident)
-        )
+        reading_s = read_bytes / processor.memory_bytes_s
+        steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
         steps *= config.num_layers
         # an expert takes the interpreter as long as a layer
         if config.experts is not None and hardware.gpu is None:
             steps += tiles * used / config.expert_elements
-        between_bytes = self.tokens * problem.between_elements * problem.compute_bytes
-        between_s = between_bytes / processor.layer_bytes_s
-        products = max(layers_s + head_s, read_bytes / processor.memory_bytes_s)
-        return products + (steps * processor.step_s + config.num_layers * between_s), convert
+        between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
+        products = max(layers_s + head_s, reading_s)
+        products += steps * processor.step_s + config.num_layers * between_s
+
+        attention, host_attention = self._attention_seconds()
+        slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
+        # What was learnt may raise rates that a busy machine has shown, but no product is faster
+        # than the fastest.
+        roofline_s = (
+            config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads
+        ) / rate.best
+        forms = {
+            "products": affine(max(products, roofline_s / slowdown)),
+            "convert": affine(convert),
+        }
+        forms |= {"attention": attention, "host_attention": host_attention}
+        return {name: slowdown * form for name, form in forms.items()}
 
     def _attention_seconds(self) -> tuple[Affine, Affine]:
         """Return the seconds of attention on the compute device, and on a host beside it."""
-        problem, hardware = self.problem, self.problem.hardware
-        processor, cache = hardware.compute_processor, problem.precision.cache
-        is_quantized = cache is not None and cache.is_quantized
-        attention, host_attention = affine(), affine()
+        problem, cache, hardware = self.problem, self.problem.precision.cache, self.problem.hardware
+        processor, attention, host_attention = hardware.compute_processor, affine(), affine()
         if self.prefill:
             operations = problem.config.attention_flops(1, 1) * self.sequences
             attention[ONE] = operations * problem.attention_pairs / processor.attention_flops
-            if is_quantized:
+            if cache is not None and cache.is_quantized:
                 attention[ONE] += problem.kv_elements * self.tokens / processor.quantize_elements_s
             return attention, host_attention
         attended_bytes = self.attended_elements * problem.compute_bytes
@@ -329,7 +314,7 @@ class _PassCost:
             on_host = tier in problem.host_attention_tiers
             form, device = (host_attention, hardware.cpu) if on_host else (attention, processor)
             form[CACHE[tier]] += attended_bytes / device.attention_bytes_s
-        if cache is not None and is_quantized:
+        if cache is not None and cache.is_quantized:
             fetched = self.attended_elements * cache.fetched_share
             attention[ONE] += fetched / processor.dequantize_elements_s
         return attention, host_attention

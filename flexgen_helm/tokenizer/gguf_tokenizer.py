@@ -103,19 +103,37 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
     Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary
     type or a pre-tokenizer without a rule here: guessing would change token ids and so every score.
     """
-    metadata = read_gguf_header(path).metadata
-    _check_kinds(path, metadata)
+    metadata = _read_metadata(path)
     model = metadata.get(Keys.Tokenizer.MODEL)
     if model is None or not metadata.get(Keys.Tokenizer.LIST):
         return None
-    _check_model(path, metadata, model)
     if model == "llama":
         metadata = {**_LLAMA_IDS, **metadata}
     tokens: list[str] = metadata[Keys.Tokenizer.LIST]
     types: list[int] = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [TokenType.NORMAL] * len(tokens)
-    _check_vocabulary(path, metadata, tokens, types)
+    if len(types) != len(tokens):
+        raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
+    if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
+        raise CheckpointError(
+            f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters"
+        )
+    if len(set(tokens) - {""}) + tokens.count("") != len(tokens):
+        raise CheckpointError(f"{path} has two tokens of the same text; use another conversion")
+    for key in _IDS:
+        if not 0 <= metadata.get(key, 0) < len(tokens):
+            raise CheckpointError(
+                f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens"
+            )
     backend = _backend(path, metadata, tokens, model)
-    _add_cut_tokens(backend, metadata, tokens, types)
+    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
+    cut: dict[int, list[AddedToken]] = {kind: [] for kind in _CUT}
+    for token, token_type in zip(tokens, types):
+        kind = TokenType.CONTROL if token in _ENDS else token_type
+        strips, special = is_phi3 and token not in _KEEP_SPACE, kind != TokenType.USER_DEFINED
+        if kind in cut:
+            cut[kind].append(AddedToken(token, special=special, normalized=False, rstrip=strips))
+    for added in cut.values():
+        backend.add_tokens(added)
     ends = [i for i, token in enumerate(tokens) if token in _ENDS]
     ends += [metadata[key] for key in _END_IDS if key in metadata]
     return {
@@ -127,17 +145,19 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
     }
 
 
-def _check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for a value of another type than its key has."""
+def _read_metadata(path: Path) -> Mapping[str, Any]:
+    """Read what a file says; raises as `read_gguf_tokenizer` for types of values, an algorithm, and
+    keys that nothing here reads.
+    """
+    metadata = read_gguf_header(path).metadata
     for key, expected in _KINDS.items():
         if key in metadata and type(metadata[key]) is not expected:
             raise CheckpointError(
                 f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}"
             )
-
-
-def _check_model(path: Path, metadata: Mapping[str, Any], model: str) -> None:
-    """Raise `UnsupportedArchitectureError` for an unknown algorithm, and keys it does not read."""
+    model = metadata.get(Keys.Tokenizer.MODEL)
+    if model is None or not metadata.get(Keys.Tokenizer.LIST):
+        return metadata
     if model not in _MODELS:
         raise UnsupportedArchitectureError(
             f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
@@ -152,25 +172,7 @@ def _check_model(path: Path, metadata: Mapping[str, Any], model: str) -> None:
                 f"of type {model!r} and may change token ids; use the model's safetensors folder "
                 "or another conversion"
             )
-
-
-def _check_vocabulary(
-    path: Path, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
-) -> None:
-    """Raise `CheckpointError` for tokens that are no vocabulary."""
-    if len(types) != len(tokens):
-        raise CheckpointError(f"{path} has {len(tokens)} tokens but {len(types)} token types")
-    if not all(isinstance(token, str) and len(token) <= _MAX_PIECE for token in tokens):
-        raise CheckpointError(
-            f"{path} has a token that is no text of at most {_MAX_PIECE:,} characters"
-        )
-    if len(set(tokens) - {""}) + tokens.count("") != len(tokens):
-        raise CheckpointError(f"{path} has two tokens of the same text; use another conversion")
-    for key in _IDS:
-        if not 0 <= metadata.get(key, 0) < len(tokens):
-            raise CheckpointError(
-                f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens"
-            )
+    return metadata
 
 
 def _backend(path: Path, metadata: Mapping[str, Any], tokens: list[str], model: str) -> Backend:
@@ -196,26 +198,6 @@ def _backend(path: Path, metadata: Mapping[str, Any], tokens: list[str], model: 
         raise CheckpointError(
             f"{path} has a vocabulary that does not fit together: {reason}"
         ) from error
-
-
-def _add_cut_tokens(
-    backend: Backend, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
-) -> None:
-    """Add the tokens at which a text is cut, kind by kind."""
-    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
-    by_kind: dict[int, list[AddedToken]] = {kind: [] for kind in _CUT}
-    for token, token_type in zip(tokens, types):
-        kind = TokenType.CONTROL if token in _ENDS else token_type
-        if kind in by_kind:
-            added = AddedToken(
-                token,
-                special=kind != TokenType.USER_DEFINED,
-                normalized=False,
-                rstrip=is_phi3 and token not in _KEEP_SPACE,
-            )
-            by_kind[kind].append(added)
-    for some in by_kind.values():
-        backend.add_tokens(some)
 
 
 # ---- byte-level BPE ("gpt2") ----

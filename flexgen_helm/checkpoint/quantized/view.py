@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES, Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
@@ -278,10 +279,10 @@ def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 # What reads a set once: rows of words [count, in * bits / 32]; zero points and scales [out,
 # groups].
-_Parts = tuple[ReadRows, torch.Tensor, torch.Tensor]
+_Parts = tuple[ReadRows, Tensor, Tensor]
 
 
-def _unpack(words: torch.Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> torch.Tensor:
+def _unpack(words: Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> Tensor:
     """Return the integers of the streams of bits in words [n, columns]: int32 [32 n / bits,
     columns].
 
@@ -364,9 +365,7 @@ def _grouped(
     )
 
 
-def _indexed(
-    index: torch.Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts
-) -> ReadRows:
+def _indexed(index: Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts) -> ReadRows:
     """Return what reads values of inputs whose groups are not in order; index: the group of
     each.
     """
@@ -380,7 +379,7 @@ def _indexed(
             "used; quantize again"
         )
 
-    def rows(start: int, count: int) -> torch.Tensor:
+    def rows(start: int, count: int) -> Tensor:
         codes = _unpack(words(start, count).t(), bits)[:inputs].t()
         of_rows = slice(start, start + count)
         return (codes - zeros[of_rows][:, index]).float() * scales[of_rows][:, index].float()
@@ -392,7 +391,7 @@ def _laid_out(fmt: BlockFormat, size: int, parts: _Parts) -> FillRows:
     """Return what makes rows of blocks of what has been read; size: of a group."""
     words, zeros, scales = parts
 
-    def fill(start: int, out: torch.Tensor) -> None:
+    def fill(start: int, out: Tensor) -> None:
         blocks, of_rows = out.view(len(out), -1, fmt.block_bytes), slice(start, start + len(out))
         count, per_block = blocks.shape[1], fmt.scales[0].count
         group = torch.arange(count * per_block) * (fmt.block_values // per_block) // size
@@ -491,7 +490,7 @@ def _awq(group: QuantizedGroup) -> LogicalTensor | None:
     def read() -> _Parts:
         columns, zeros = read_all(qweight).t(), read_all(qzeros).t()
 
-        def rows(start: int, count: int) -> torch.Tensor:
+        def rows(start: int, count: int) -> Tensor:
             needed, skipped = columns[start // 8 : -(-(start + count) // 8)], start % 8
             codes = _unpack(needed, 4, _AWQ_SHIFTS)[skipped : skipped + count].to(torch.uint8)
             return (codes[:, ::2] | codes[:, 1::2] << 4).flatten().view(torch.int32).view(count, -1)
@@ -682,7 +681,7 @@ def _coded_rows(
         groups = torch.arange(len(scales)) // known.nested_block
         scales = table[scales.long()] * factors[groups] + known.offset
 
-    def fill(start: int, out: torch.Tensor) -> None:
+    def fill(start: int, out: Tensor) -> None:
         rows = out.view(len(out), -1, fmt.block_bytes)
         first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
         rows[..., :4] = scales[first // known.block].view(torch.uint8).view(len(out), -1, 4)
