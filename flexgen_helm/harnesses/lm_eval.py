@@ -167,6 +167,9 @@ def run_command(arguments: Sequence[str]) -> None:
         if parsed.model == "flexgen":  # refused before the harness reads its tasks
             given = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
             _engine_options(given.get("arguments", {}))
+    if folder := getattr(parsed, "include_path", None):
+        for file in Path(folder).rglob("*.yaml"):
+            file.open().close()  # the harness leaves out what it cannot read
     refuse = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
     logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
     try:
@@ -180,7 +183,7 @@ def run_command(arguments: Sequence[str]) -> None:
         raise UsageError(
             f"{missing} is not here and could not be downloaded "
             f"({one_line(error).partition('. ')[0]}); run it once where there is a network, copy "
-            "the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
+            "the Hugging Face cache, and set HF_HUB_OFFLINE=1"
         ) from error
     # of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document
     except IndexError as error:
