@@ -78,7 +78,7 @@ def entries(
     output().print(
         f"Data that is here: {folders or 'none'}. {VARIABLE} names the folder of LAMBADA and "
         f"WikiText-2; a run downloads other data into {output_path / 'scenarios'}. Without a "
-        "network: docs/how-to/offline.md.",
+        "network, copy that folder from a machine that ran them.",
         width=100,
     )
     say_example(WHEEL_MODEL)

@@ -59,6 +59,9 @@ _NOTABLE_SHARE = 0.02
 _RUN_ENTRY = "simple_mcqa:model="
 
 
+_NamedModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="As --model.", autocompletion=complete_model)
+]
 _Model = Annotated[
     str | None,
     typer.Option(
@@ -121,6 +124,7 @@ _Suite = Annotated[
 
 def plan(
     engine: EngineOptions,
+    named: _NamedModel = None,
     model: _Model = None,
     prompt_len: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")
@@ -154,6 +158,7 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
+    model = model or named
     lengths, suite_options = (
         (prompt_len, gen_len, num_seqs),
         (max_eval_instances, suite, until, hours),

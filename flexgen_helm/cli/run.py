@@ -112,12 +112,7 @@ def run_and_show(
 ) -> int:
     """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
-    encoding = locale.getpreferredencoding(False)
-    if codecs.lookup(encoding).name != "utf-8":
-        raise UsageError(
-            f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set "
-            "PYTHONUTF8=1"
-        )
+    _require_utf8()
     precisions = split_precisions(engine.get("precision", ""))
     given = parse_helm_flags(arguments)
     for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
@@ -159,6 +154,15 @@ def run_and_show(
         )
         say(f"Go on with:\n  {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
+
+
+def _require_utf8() -> None:
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise UsageError(
+            f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set "
+            "PYTHONUTF8=1"
+        )
 
 
 def _check_memory(given: Namespace, engine: EngineOptions) -> None:

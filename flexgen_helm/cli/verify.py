@@ -151,12 +151,7 @@ def verify(
             manifest or SampleManifest(path.name, drawn.population, seed, []),
             sources=drawn.sources,
         )
-        try:
-            models = [_find_model(source, model, engine, is_bundle) for source in drawn.sources]
-        except UsageError as error:
-            if not is_bundle or model is not None:
-                raise
-            raise FlexgenError(f"the bundle is not confirmed: {error}") from None
+        models = _find_models(drawn.sources, model, engine, is_bundle)
         scores = _check_scores(recorded, models, skipped)
         answered = []
         for pair in _check(manifest.sources, models, drawn.answers, reference is not None):
@@ -278,6 +273,18 @@ def _check_scores(
         found.unchecked.extend(check.unchecked)
         report(ProgressPhase("verify", "scores", number, len(parts), "run"))
     return found if parts else None
+
+
+def _find_models(
+    sources: Sequence[Source], model: str | None, engine: EngineOptions, is_bundle: bool
+) -> list[ModelArguments]:
+    """Return the model of each record; the arguments are those of `_find_model`."""
+    try:
+        return [_find_model(source, model, engine, is_bundle) for source in sources]
+    except UsageError as error:
+        if not is_bundle or model is not None:
+            raise
+        raise FlexgenError(f"the bundle is not confirmed: {error}") from None
 
 
 def _find_model(

@@ -187,7 +187,7 @@ class FlexgenLM(TemplateLM):
         if think_end_token is not None:
             format_ = self._chat.thinking_format
             self._think_end = _ThinkEnd.of(
-                self.tokenizer, think_end_token, format_ and format_.marks.end
+                self.tokenizer, think_end_token, format_.marks.end if format_ else None
             )
         self._scored: Sequence[Instance] = ()  # whose documents errors name
         if self._think_end is None and self._model.config.thinking_budget is not None:

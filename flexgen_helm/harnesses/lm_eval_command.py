@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
+from pathlib import Path
 
 from lm_eval._cli import HarnessCLI
 from lm_eval.utils import setup_logging
@@ -51,6 +52,9 @@ def run_command(arguments: Sequence[str]) -> None:
         if parsed.model == "flexgen":  # refused before the harness reads its tasks
             arguments_of_model = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
             engine_options(arguments_of_model.get("arguments", {}))
+    if folder := getattr(parsed, "include_path", None):
+        for file in Path(folder).rglob("*.yaml"):
+            file.open().close()  # the harness leaves out what it cannot read
     refuse = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
     logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
     try:
@@ -63,7 +67,7 @@ def run_command(arguments: Sequence[str]) -> None:
         raise UsageError(
             "what this evaluation reads is not here and could not be downloaded "
             f"({one_line(error).partition('. ')[0]}); run it once where there is a network, copy "
-            "the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
+            "the Hugging Face cache, and set HF_HUB_OFFLINE=1"
         ) from error
     except IndexError as error:
         # The harness reads the first character of each choice of a task's first document.

@@ -521,9 +521,10 @@ class Service:
                 job.num_users for job in list(pending.values()) or jobs
             )
 
-        def on_drawn(index: int, *drawn: Any) -> None:
+        def on_drawn(index: int, *drawn: Any) -> float | None:
             if (job := pending.get(index)) is not None and job.use_cache:
-                writer.draw(job.request.key, *drawn)
+                return writer.draw(job.request.key, *drawn)
+            return None
 
         known = writer.take_drawn([job.request.key for job in jobs if job.use_cache])
         if known:

@@ -271,7 +271,7 @@ def test_thinking_is_no_part_of_an_answer(tiny):
         encode = lm.tokenizer.encode
 
         def answer(model, ids):
-            return model._text(
+            return model._answer_text(
                 Completion(lm.tokenizer.decode(ids), (), tuple(ids), (), "length"), ["\n"]
             )
 
