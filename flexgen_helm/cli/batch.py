@@ -70,10 +70,8 @@ def batch(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=(
-                "Model that answers every line, whatever it names. Default: what the first line "
-                "names."
-            ),
+            help="Model that answers every line, whatever it names. Default: what the first line "
+            "names.",
             autocompletion=complete_model,
         ),
     ] = None,

@@ -61,13 +61,13 @@ _Window = Annotated[
 _Suite = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help=("Compare on the prompts and answers of this suite's runs instead.")
+        metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead."
     ),
 ]
 _Baseline = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help=("The first model's precision. Default: its name's, else fp16.")
+        metavar="NAME", help="The first model's precision. Default: its name's, else fp16."
     ),
 ]
 _MaxWindows = Annotated[

@@ -33,7 +33,7 @@ def entries(
         bool,
         typer.Option(
             "--all",
-            help=("Also HELM's leaderboards, and scenarios of which only the name is known here."),
+            help="Also HELM's leaderboards, and scenarios of which only the name is known here.",
         ),
     ] = False,
     output_path: OutputPath = DEFAULT_OUTPUT,

@@ -67,10 +67,8 @@ _Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help=(
-            "Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes are "
-            "needed."
-        ),
+        help="Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes "
+        "are needed.",
         autocompletion=complete_model,
     ),
 ]
@@ -85,13 +83,11 @@ _Hardware = Annotated[
 ]
 _NumSeqs = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help=("Number of prompts. Default: so many that every block is full.")
-    ),
+    typer.Option(metavar="N", help="Number of prompts. Default: so many that every block is full."),
 ]
 _Stages = Annotated[
     int,
-    typer.Option(min=1, metavar="N", help=("Equal machines that share the layers as a pipeline.")),
+    typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline."),
 ]
 _ConfPaths = Annotated[
     list[Path] | None,
@@ -99,7 +95,7 @@ _ConfPaths = Annotated[
         "--conf-paths",
         "-c",
         metavar="FILE",
-        help=("Instead of lengths: a file of run entries, as of run."),
+        help="Instead of lengths: a file of run entries, as of run.",
     ),
 ]
 _RunEntries = Annotated[
@@ -118,7 +114,7 @@ _Instances = Annotated[
 ]
 _Suite = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help=("With -c: the suite whose prompts run --dry-run has made.")),
+    typer.Option(metavar="NAME", help="With -c: the suite whose prompts run --dry-run has made."),
 ]
 
 
@@ -375,7 +371,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=("Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME."),
+            help="Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME.",
         ),
     ] = None,
 ) -> None:

@@ -65,7 +65,7 @@ def run(
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", help=("Print HELM's own output instead of writing it to a log file.")
+            "--verbose", help="Print HELM's own output instead of writing it to a log file."
         ),
     ] = False,
     ray: RayAddress = None,
@@ -76,7 +76,7 @@ def run(
     until_decided: Annotated[
         bool,
         typer.Option(
-            "--until-decided", help=("End when every pair of precisions or models is decided.")
+            "--until-decided", help="End when every pair of precisions or models is decided."
         ),
     ] = False,
     margin: Annotated[float, typer.Option(help="With --until-decided: as of compare.")] = 1.0,

@@ -74,7 +74,7 @@ _SHOWN = 5
 _Answers = Annotated[
     str,
     typer.Argument(
-        metavar="SUITE|FILE", help=("A suite's name, what batch or lm-eval wrote, or a bundle.")
+        metavar="SUITE|FILE", help="A suite's name, what batch or lm-eval wrote, or a bundle."
     ),
 ]
 _Requests = Annotated[
@@ -83,7 +83,7 @@ _Requests = Annotated[
 _Sample = Annotated[
     str | None,
     typer.Option(
-        metavar="SHARE%|N", help=("Answers to draw. Default: 1%, at least 20; of a bundle all.")
+        metavar="SHARE%|N", help="Answers to draw. Default: 1%, at least 20; of a bundle all."
     ),
 ]
 _Reference = Annotated[

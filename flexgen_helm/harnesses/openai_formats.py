@@ -93,7 +93,7 @@ class RequestBody(BaseModel):
         None,
         ge=-(2**63),
         le=2**63 - 1,
-        description=(f"a whole number, from {-(2**63):,} to {2**63 - 1:,}"),
+        description=f"a whole number, from {-(2**63):,} to {2**63 - 1:,}",
     )
     stop: _Text | list[_Text] = Field([], description="a text or a list of texts")
     user: str | None = Field(None, description="a string")
