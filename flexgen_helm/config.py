@@ -5,7 +5,8 @@ from it:
 
 - keywords of `Engine.from_pretrained` (`with_options_of`)
 - flags of `flexgen-helm` (`cli.engine_flags`)
-- arguments of a HELM deployment and of the file that `FLEXGEN_HELM_MODELS` names (`plugin.model_names`)
+- arguments of a HELM deployment (`plugin.model_names`), and of the file that `FLEXGEN_HELM_MODELS`
+  names
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _execute(
     if submission is None:
         return original(executor, scenario_state)
     context.service.resume()
-    with context.service.submit(*submission[:3]) as block:
+    with submission.submit(context.service) as block:
         run = context.run
         if run is None:
             return original(executor, scenario_state)

@@ -319,7 +319,7 @@ class Suite:
         service, began = get_context().service, time.monotonic()
         with service.hold():
             blocks = {
-                name: service.submit(*submission[:3])
+                name: submission.submit(service)
                 for name, submission in submissions.items()
                 if name not in self._block_errors
             }
