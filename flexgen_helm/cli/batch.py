@@ -204,17 +204,17 @@ class _Answerer:
 
     def _encoded(self, line: _Line) -> _Line:
         """Return a line with its prompts encoded, or with why they cannot be."""
-        asked, required = line.asked, self.required_model
-        if asked is None:
+        body, required = line.asked, self.required_model
+        if body is None:
             return line
         try:
-            if required is not None and asked.model != required:
+            if required is not None and body.model != required:
                 raise ApiError(
-                    f"the model is {asked.model!a}, and this file's first line names {required!a}; "
+                    f"the model is {body.model!a}, and this file's first line names {required!a}; "
                     "a file asks one model, or --model answers all lines",
                     "model", "model_not_found", 404
                 )  # fmt: skip
-            prompts = to_requests(asked, self.reader, self.model, line.custom_id or "")
+            prompts = to_requests(body, self.reader, self.model, line.custom_id or "")
         except FlexgenError as error:
             return _Line(line.identity, line.custom_id, error=error)
         return replace(line, prompts=prompts)

@@ -114,13 +114,13 @@ def run_and_show(
     began = time.monotonic()
     _require_utf8()
     precisions = split_precisions(engine.get("precision", ""))
-    given = parse_helm_flags(arguments)
-    for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
+    flags = parse_helm_flags(arguments)
+    for hint in check_arguments(flags, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
-    _check_memory(given, engine)
-    output = Path(given.output_path or DEFAULT_OUTPUT)
-    suite = output / "runs" / (given.suite or "default")
-    entries = Path(given.local_path or "prod_env")
+    _check_memory(flags, engine)
+    output = Path(flags.output_path or DEFAULT_OUTPUT)
+    suite = output / "runs" / (flags.suite or "default")
+    entries = Path(flags.local_path or "prod_env")
     for folder, flag in ((output, "-o"), (suite, "--suite"), (entries, "--local-path")):
         GIVEN_FOLDERS[flag] = folder
         require_writable(folder, flag, "name another folder")
@@ -128,7 +128,7 @@ def run_and_show(
     # stdout is for the scores
     with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):
         # HELM takes the last of a list's flag: the one that has all.
-        joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
+        joined = [word for flag, values in flags.joined.items() for word in (flag, *values)]
         with sole_writer(suite, "--suite"):
             report(ProgressPhase("start"))
             if cluster is not None:
@@ -149,7 +149,7 @@ def run_and_show(
         # Without the cache only whole runs are kept.
         more = (
             ["--skip-completed-runs"]
-            if given.disable_cache and not given.skip_completed_runs
+            if flags.disable_cache and not flags.skip_completed_runs
             else []
         )
         say(f"Go on with:\n  {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
@@ -165,7 +165,7 @@ def _require_utf8() -> None:
         )
 
 
-def _check_memory(given: Namespace, engine: EngineOptions) -> None:
+def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
     """Refuse a limit with which no request can run, before HELM reads data; only what is certain
     without torch.
     """
@@ -181,7 +181,7 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
 
     refused: dict[int, MemoryLimitError] = {}
     machine = Machine({"gpu": 0, "cpu": config.limits.cpu, "disk": 0}, "cpu")
-    for model in given_models(given):
+    for model in given_models(flags):
         with suppress(UsageError):  # is said where the model is looked up
             sizes = read_model_config(model)[0]
             precisions = split_precisions(engine.get("precision", ""))

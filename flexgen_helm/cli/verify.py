@@ -259,7 +259,7 @@ def _check_scores(
     """Return what is wrong with all scores; None where there are none. skipped: names of runs that
     have none.
     """
-    found = ScoreCheck(
+    check = ScoreCheck(
         [], [f"{name}, which is not finished or of another client" for name in skipped]
     )
     parts = [
@@ -268,11 +268,11 @@ def _check_scores(
     for number, (part, model) in enumerate(parts, 1):
         assert part.check_scores is not None
         with silenced():
-            check = part.reading(partial(part.check_scores, model))
-        found.differences.extend(check.differences)
-        found.unchecked.extend(check.unchecked)
+            checked_part = part.reading(partial(part.check_scores, model))
+        check.differences.extend(checked_part.differences)
+        check.unchecked.extend(checked_part.unchecked)
         report(ProgressPhase("verify", "scores", number, len(parts), "run"))
-    return found if parts else None
+    return check if parts else None
 
 
 def _find_models(
@@ -522,9 +522,10 @@ def _sentence(
     for why in dict.fromkeys(answer["why"] for answer in checked):
         alike = [answer for answer in checked if answer["why"] == why]
         largest = max(answer["largest_difference"] for answer in alike)
-        of = " of each sum" if any(answer["has_sums"] for answer in alike) else ""
+        per_sum = " of each sum" if any(answer["has_sums"] for answer in alike) else ""
         way = (
-            f"within {alike[0]['tolerance']:g}{of} ({why}; the largest difference is {largest:.2g})"
+            f"within {alike[0]['tolerance']:g}{per_sum} ({why}; the largest difference is "
+            f"{largest:.2g})"
         )
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")

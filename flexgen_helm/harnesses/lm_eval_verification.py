@@ -134,24 +134,24 @@ def _check_scores(
     content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]
 ) -> ScoreCheck:
     """Compare results, and the lines of documents, with what the harness makes of the answers."""
-    found = ScoreCheck()
+    check = ScoreCheck()
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             evaluated = _evaluate_again(content, model, lines)
     except FlexgenError as error:
         return ScoreCheck([str(error)])
     except Exception as error:  # of any task whose definition or data is not here
-        found.not_checked(
+        check.not_checked(
             f"scores, questions and right answers of {', '.join(content['configs'])}", error
         )
-        return found
+        return check
     evaluated = json.loads(json.dumps(evaluated, default=handle_non_serializable))
     for name, old in content["results"].items():
         new = evaluated["results"].get(name)
-        found.differences += disagreements(name, old, new, _SCORE_TOLERANCE)
+        check.differences += disagreements(name, old, new, _SCORE_TOLERANCE)
     for task, of_task in lines.items():
-        found.differences += _differing_documents(task, of_task, evaluated["samples"][task])
-    return found
+        check.differences += _differing_documents(task, of_task, evaluated["samples"][task])
+    return check
 
 
 def _differing_documents(

@@ -31,7 +31,7 @@ class ComputedPart(NamedTuple):
     @property
     def is_measured(self) -> bool:
         """Whether most answers were computed, not stored before."""
-        responses = [one for block in self.blocks for one in block.responses().values()]
+        responses = [response for block in self.blocks for response in block.responses().values()]
         return 2 * sum(response.is_cached for response in responses) < len(responses)
 
 

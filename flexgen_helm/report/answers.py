@@ -124,9 +124,9 @@ def read_instances(folder: Path) -> dict[str, str]:
     digests = {}
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         for instance, _ in _requests(folder):
-            asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
+            text = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
             digests[str(instance["id"])] = hashlib.blake2b(
-                asked.encode(), digest_size=16
+                text.encode(), digest_size=16
             ).hexdigest()
         return digests
     return {}
@@ -188,8 +188,8 @@ def data_set_size(folder: Path, scenario: str, num_instances: int) -> int | None
 
 def asked_instances(folder: Path) -> int:
     """Return the -m that a run's prompts were made with; 0 where HELM's file does not say it."""
-    asked = read_object(folder / SPEC_FILE).get("adapter_spec", {}).get("max_eval_instances")
-    return asked if isinstance(asked, int) else 0
+    limit = read_object(folder / SPEC_FILE).get("adapter_spec", {}).get("max_eval_instances")
+    return limit if isinstance(limit, int) else 0
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any], joint: str) -> str:

@@ -39,16 +39,16 @@ def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
     # In the others its name meant different weights.
     same = [record for record in records if record.get("fingerprint") == newest.get("fingerprint")]
     blocks: dict[str, Record] = {}
-    known: dict[str, Any] = {}
+    model_values: dict[str, Any] = {}
     for record in same:
         block = {key: record[key] for key in BLOCK_KEYS if record.get(key) is not None}
         if "bytes" in block:
             blocks[json.dumps(block)] = block
-        known |= {key: record[key] for key in _MODEL_KEYS if record.get(key) is not None}
+        model_values |= {key: record[key] for key in _MODEL_KEYS if record.get(key) is not None}
     took: dict[str, Any] = {}
     for block in blocks.values():
         took = add_blocks(took, block)
-    return {**took, **known, **_add_usage(same)}
+    return {**took, **model_values, **_add_usage(same)}
 
 
 def _add_usage(records: Sequence[Record]) -> dict[str, Any]:

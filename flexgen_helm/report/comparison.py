@@ -374,9 +374,9 @@ class ModelComparison:
             for comparison in self.comparisons
         }
         verdicts = {
-            precision: suite_equivalence(found, self.margin)
-            for precision, found in judged.items()
-            if found
+            precision: suite_equivalence(comparisons, self.margin)
+            for precision, comparisons in judged.items()
+            if comparisons
         }
         for model in verdicts.keys() & self.inconclusive:
             verdicts[model] = replace(
@@ -583,8 +583,8 @@ def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> I
             flipped = [pair.flipped(names) for pair, names in pairs]
             for direction in DIRECTIONS:
                 flips: list[Flip] = []
-                for (pair, _), found in zip(pairs, flipped):
-                    if shown := dict(islice(found[direction].items(), most - len(flips))):
+                for (pair, _), by_direction in zip(pairs, flipped):
+                    if shown := dict(islice(by_direction[direction].items(), most - len(flips))):
                         flips += pair.flips(direction, shown)
-                if total := sum(len(found[direction]) for found in flipped):
+                if total := sum(len(by_direction[direction]) for by_direction in flipped):
                     yield FlipGroup(model.model, precision, model.baseline, direction, total, flips)

@@ -226,8 +226,8 @@ def _levels(
     table, pooled = build(runs, show_model), pool_by_scenario(runs)
     if len(pooled) == len(runs):
         return [table]
-    every = replace(table, title=f"All {len(runs)} runs", collapsed=len(table.cells) > _MAX_ROWS)
-    return [replace(build(pooled, show_model), title="By scenario"), every]
+    all_runs = replace(table, title=f"All {len(runs)} runs", collapsed=len(table.cells) > _MAX_ROWS)
+    return [replace(build(pooled, show_model), title="By scenario"), all_runs]
 
 
 def _comparison_section(title: str, model: ModelComparison, scales: Mapping[str, float]) -> Section:
@@ -243,7 +243,7 @@ def _comparison_section(title: str, model: ModelComparison, scales: Mapping[str,
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
     return tables.interval_scales(
-        [one for model in models for one in (*model.comparisons, *model.pooled)]
+        [comparison for model in models for comparison in (*model.comparisons, *model.pooled)]
     )
 
 

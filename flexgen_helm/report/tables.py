@@ -92,10 +92,10 @@ class Table:
 
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
-    found = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
+    scored = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
     # Models and precisions below each other, in the order in which entries and metrics first
     # appear.
-    by_row = grouped(found, lambda pair: (pair[0].entry, pair[1]))
+    by_row = grouped(scored, lambda pair: (pair[0].entry, pair[1]))
     pairs = [pair for row in by_row.values() for pair in row]
     rows = [
         (run.entry, metric, run.typed_model, run.precision,
@@ -309,24 +309,24 @@ def comparison_tables(
     """
     links = {(run.entry, run.label): run_link(run) for run in model.runs}
     tables = []
-    for precision, found in _by_precision(comparisons).items():
+    for precision, group in _by_precision(comparisons).items():
         rows = [
             (comparison.run, metrics, comparison.equivalence.text if comparison.equivalence else "",
              _change_text(comparison),
              _interval(comparison), _flips(comparison), _score_text(comparison.baseline),
              _score_text(comparison.value), f"{comparison.instances:,}", _p_value(comparison))
-            for metrics, comparison in found
+            for metrics, comparison in group
         ]  # fmt: skip
         names = ["run entry", "metric", "verdict", "change", "95 % interval", "flips"]
         names += [model.baseline, precision, "n", "p"]
         sides = model.baseline, precision
         folders = {
-            name: [links.get((comparison.run, name), "") for _, comparison in found]
+            name: [links.get((comparison.run, name), "") for _, comparison in group]
             for name in sides
         }
         marks = {
             "95 % interval": [
-                _mark(comparison, scales[_unit(comparison)]) for _, comparison in found
+                _mark(comparison, scales[_unit(comparison)]) for _, comparison in group
             ]
         }
         cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
@@ -355,11 +355,11 @@ def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str
     """Return metrics and comparison by precision; metrics of a run entry with equal numbers are one
     row.
     """
-    found: dict[str, list[tuple[str, Comparison]]] = {}
+    by_precision: dict[str, list[tuple[str, Comparison]]] = {}
     for comparison in sorted(
         comparisons, key=lambda comparison: precision_rank(comparison.precision)
     ):
-        rows = found.setdefault(comparison.precision, [])
+        rows = by_precision.setdefault(comparison.precision, [])
         if (
             rows
             and replace(rows[-1][1], metric=comparison.metric) == comparison
@@ -368,7 +368,7 @@ def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str
             rows[-1] = f"{rows[-1][0]}, {comparison.metric}", comparison
         else:
             rows.append((comparison.metric, comparison))
-    return found
+    return by_precision
 
 
 def _mark(comparison: Comparison, end: float) -> Mark | None:
@@ -388,7 +388,7 @@ def summary_table(model: ModelComparison) -> Table:
     """Return a row per precision, or model, with its verdict over all run entries, what it costs,
     and its speed.
     """
-    known = costs(model)
+    by_precision = costs(model)
     rows = []
     for speed in model.speeds:
         name = speed.label
@@ -396,7 +396,7 @@ def summary_table(model: ModelComparison) -> Table:
             model.kind: name,
             "verdict": model.verdicts[name].text if name in model.verdicts else "",
         }
-        if cost := known.get(name):
+        if cost := by_precision.get(name):
             cheapest = cost.cheapest if name != model.baseline else ()
             row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cheapest)
             row["bytes per weight"] = (

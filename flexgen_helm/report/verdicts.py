@@ -162,16 +162,16 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
             f"not decided: of all {units} like these {count:,}, the difference may be {within} or "
             "more"
         )
-    seen = (
+    observed = (
         f"lost {flips.lost:,} and won {flips.won:,}"
         if flips
         else f"changed {comparison.change:+.4g}"
     )
     if comparison.kind == "ratio":
-        seen = f"×{comparison.change:.4f}"
-    seen += f" {'of' if flips else 'in'} {count:,}"
+        observed = f"×{comparison.change:.4f}"
+    observed += f" {'of' if flips else 'in'} {count:,}"
     return (
-        f"too few {units} to tell: {seen}; about {_rounded_up(verdict.needed):,} can show "
+        f"too few {units} to tell: {observed}; about {_rounded_up(verdict.needed):,} can show "
         "equivalence"
     )
 
@@ -195,20 +195,20 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
                 int(min(_rounded_up(verdict.needed), verdict.available)),
                 more.get(comparison.run, 0),
             )
-    found = []
+    sentences = []
     if more:
-        asked = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
-        found.append(f"run {asked}; stored answers are not computed again")
+        what = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
+        sentences.append(f"run {what}; stored answers are not computed again")
     if shown := {
         run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49
     }:
-        asked = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
-        found.append(f"take {asked}, the least that all of the data can show, or add other data")
+        what = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
+        sentences.append(f"take {what}, the least that all of the data can show, or add other data")
     if none := [run for run in exhausted if run not in shown]:
-        found.append(
+        sentences.append(
             f"add other data to {first_names(none)}: all of it is too little for any --margin"
         )
-    return found
+    return sentences
 
 
 def _within(margin: float, comparison: Comparison) -> str:
@@ -234,16 +234,16 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
         names["equivalent"],
         names["worse"],
     )
-    of = f"of {len(entries):,} run entries"
+    of_all = f"of {len(entries):,} run entries"
     if len(equal) == len(entries):
         where = f"all {len(entries):,} run entries" if len(entries) > 1 else entries[0]
         text = f"equivalent within {100 * margin:g} % or pp in {where}"
     elif len(entries) == 1:
         text = f"{judged[0].equivalence.text if judged[0].equivalence else ''} ({entries[0]})"
     elif worse:
-        text = f"worse in {len(worse):,} {of}: {first_names(worse)}"
+        text = f"worse in {len(worse):,} {of_all}: {first_names(worse)}"
     elif undecided := names["not decided"]:
-        text = f"too few questions to tell in {len(undecided):,} {of}: {first_names(undecided)}"
+        text = f"too few questions to tell in {len(undecided):,} {of_all}: {first_names(undecided)}"
         text += f"; equivalent in {len(equal):,}" if equal else ""
     else:
         text = f"better in {first_names(names['better'])}"
