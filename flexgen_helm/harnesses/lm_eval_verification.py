@@ -186,6 +186,13 @@ def _differing_documents(
     return sentences
 
 
+def _read_samples(results: Path, task: str) -> list[Any]:
+    """Return the lines of a task's documents, which lie beside its results."""
+    time = results.stem.rpartition("_")[2]  # when the harness wrote both
+    file = results.with_name(f"samples_{task}_{time}.jsonl")
+    return [json.loads(line) for line in file.read_bytes().splitlines()]
+
+
 def recorded_answers(results: Path) -> Recorded:
     """Return the documents that the harness has written beside its results, with the answers to
     their requests.
@@ -230,14 +237,7 @@ def recorded_answers(results: Path) -> Recorded:
 
     @cache
     def logged() -> dict[str, list[Any]]:
-        time = results.stem.rpartition("_")[2]  # when the harness wrote both
-        files = {
-            task: results.with_name(f"samples_{task}_{time}.jsonl") for task in content["configs"]
-        }
-        return {
-            task: [json.loads(line) for line in file.read_bytes().splitlines()]
-            for task, file in files.items()
-        }
+        return {task: _read_samples(results, task) for task in content["configs"]}
 
     def read() -> list[RecordedAnswer]:
         return [
