@@ -139,8 +139,9 @@ def divergence(
             return say_perplexity(score(loaded, by_entry[""]), as_json)
     divergences = _divergences(models, by_entry, files[0][0], by_layer, prints=not as_json)
     if as_json:
-        subject = {"text": str(text), "window": window} if suite is None else {"suite": suite}
-        _print_divergences({"model": model, **subject}, divergences)
+        subject: dict[str, Any] = {"model": model}
+        subject |= {"text": str(text), "window": window} if suite is None else {"suite": suite}
+        _print_divergences(subject, divergences)
 
 
 def _print_divergences(
