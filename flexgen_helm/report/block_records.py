@@ -38,7 +38,7 @@ def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
     newest = max(records, key=lambda record: record.get("finished_at") or "")
     # In the others its name meant different weights.
     same = [record for record in records if record.get("fingerprint") == newest.get("fingerprint")]
-    blocks: dict[str, Record] = {}
+    blocks: dict[str, dict[str, Any]] = {}
     model_values: dict[str, Any] = {}
     for record in same:
         block = {key: record[key] for key in BLOCK_KEYS if record.get(key) is not None}
