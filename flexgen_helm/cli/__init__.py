@@ -22,7 +22,7 @@ from types import FrameType
 
 from flexgen_helm.checkpoint.paths import explain, system_error
 from flexgen_helm.errors import FlexgenError, Interrupted, PipelineError
-from flexgen_helm.hardware.process_state import Rank, rank_of_process
+from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.service import process
 
 # Commands that go on behind what was computed when they are given again; `run` says so itself.

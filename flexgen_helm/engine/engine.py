@@ -38,8 +38,8 @@ from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.files import size as size_text
+from flexgen_helm.hardware.exact_products import exact_products
 from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.process_state import exact_products
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kernels.vector_products import multiplies_as_stored

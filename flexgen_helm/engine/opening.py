@@ -18,7 +18,7 @@ from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import compute_device, open_device, read_as_float16_if_faster
 from flexgen_helm.engine.fingerprint import engine_fingerprint
 from flexgen_helm.errors import Float16Error, UsageError
-from flexgen_helm.hardware.process_state import Rank, rank_of_process
+from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.offload.transfer_manager import CopyEngine
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report

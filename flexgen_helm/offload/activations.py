@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.staging import Allocation, aligned
+from flexgen_helm.offload.staging import Allocation
 from flexgen_helm.offload.transfer_manager import Launched, TransferManager
-from flexgen_helm.tiers import TIERS, Tier
+from flexgen_helm.tiers import TIERS, Tier, aligned
 
 
 @dataclass(eq=False)

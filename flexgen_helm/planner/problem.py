@@ -22,13 +22,13 @@ from flexgen_helm.models.config import (
     layer_stages,
     stage_names,
 )
+from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.placement import (
     Machine,
     StagingSizes,
     StorageSizes,
     loader_buffer_bytes,
     staging_sizes,
-    state_bytes,
     storage_sizes,
     tier_fractions,
 )

@@ -23,11 +23,11 @@ from typing import Literal
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import ModelConfig, expert_of
+from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.placement import (
     Machine,
     StorageSizes,
     achieved_fractions,
-    cache_sizes,
     choose_tiers,
     loader_buffer_bytes,
     staging_sizes,

@@ -12,7 +12,7 @@ from operator import index
 
 from flexgen_helm.errors import ContextLengthError, RequestError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import SchedulerLimits
+from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.run_plan import RunSize
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.planner.workload import Workload

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from flexgen_helm.planner.placement import SchedulerLimits
+from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,

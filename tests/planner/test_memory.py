@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.planner.placement import CacheSizes, Machine, StorageSizes
+from flexgen_helm.planner.cache_sizes import CacheSizes
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.run_plan import RunMemory, RunSize
