@@ -299,10 +299,9 @@ class ClusterEngine:
         """Say why there are no workers any more, as they said it themselves where they could."""
         if not self._failures:
             raise WorkerError(error)
-        is_refused = {failure.exit_code for failure in self._failures.values()} == {
-            UsageError.exit_code
-        }
-        why = _joined(failure.message for failure in self._failures.values())
+        failures = self._failures.values()
+        is_refused = all(failure.exit_code == UsageError.exit_code for failure in failures)
+        why = _joined(failure.message for failure in failures)
         names = ", ".join(list(self._failures)[:5])
         raise (UsageError if is_refused else WorkerError)(f"no worker is left; {names}: {why}")
 
