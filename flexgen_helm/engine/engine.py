@@ -60,8 +60,10 @@ from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefix_cost
-from flexgen_helm.scheduling.prepare import drawn_workload, into_lanes, prepare, run_size
+from flexgen_helm.scheduling.prepare import prepare
+from flexgen_helm.scheduling.run_size import drawn_workload, run_size
 from flexgen_helm.tiers import TIERS, UNLIMITED, Tier
 
 # What to do about values that are not finite where float16 stands in for bfloat16.

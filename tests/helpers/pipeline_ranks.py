@@ -110,11 +110,11 @@ def _outcome(case):
 def _break(fault, folder):
     """Let this rank fail in the way of `Job.fault`."""
     from flexgen_helm.engine import engine
-    from flexgen_helm.scheduling import prepare
+    from flexgen_helm.scheduling import lanes
     from tests.helpers.layers import replace_layers_for_good
 
     if fault == "order":
-        prepare.divide = lambda requests, count: (
+        lanes.divide = lambda requests, count: (
             [[], list(requests)] if count == 2 else [list(requests)]
         )
     elif fault == "memory":
