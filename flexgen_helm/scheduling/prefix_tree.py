@@ -89,6 +89,10 @@ class PrefixCostModel:
         )
 
 
+# Shares what prompts have in common however short it is.
+EVERY_BEGINNING = PrefixCostModel(UNLIMITED, 0.0)
+
+
 def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[PrefixNode | int]:
     """Return a forest in which the index of every prompt occurs once, the longest prompts first."""
     order = sorted(range(len(prompts)), key=lambda index: prompts[index].tokens)
