@@ -108,7 +108,7 @@ def _scored_tokens(requests: abc.Sequence[Request], saved_tokens: int) -> int:
 
 
 def _expected_output(request: Request, num_resumed: int = 0) -> int:
-    """Return the output tokens to plan for; of a long answer that may end early the expected ones."""
+    """Return the output tokens to plan for: if a long answer may end early, the expected ones."""
     most, group = max(1, request.request.max_tokens - num_resumed), request.length_group
     if group is None or group <= LONG_ANSWER_TOKENS:
         return most
