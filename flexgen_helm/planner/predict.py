@@ -106,9 +106,9 @@ def predict(
     )
 
 
-def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
+def cache_blocks(problem: PlanningProblem, batch_size: int, num_batches: int) -> list[int]:
     """Return the sequences of each cache block, in the order in which they are placed."""
-    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, ZIGZAG)
+    shape = BlockShape(batch_size, num_batches, ZIGZAG)
     if not problem.endless:
         shape = shrunk(shape, problem.workload.num_sequences)
     batch, left = shape.gpu_batch_size, int(shape.num_sequences)
@@ -132,9 +132,8 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     """
     has_gpu = problem.compute_tier == "gpu"
     weights = _placed(problem.storage, tuple(tier_fractions(policy, "weights", has_gpu).items()))
-    cache = {
-        str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))
-    }
+    blocks = cache_blocks(problem, policy.gpu_batch_size, policy.num_gpu_batches)
+    cache = {str(number): sequences for number, sequences in enumerate(blocks)}
     fractions = fraction_vector(policy, has_gpu)
     placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
         "weights": (problem.storage.matrices, weights),
