@@ -110,7 +110,7 @@ class PaperProblem(PlanningProblem):
         self, shape: BlockShape, sequences: float, resident: bool
     ) -> dict[Tier, tuple[Affine, ...]]:
         """The half of a layer in use, and the next one."""
-        config, work, prompt = self.config, self.compute_bytes, self.workload.prompt
+        config, work, prompt = self.config, self.compute_bytes, self.workload.mean_prompt
         layer = self.layer_bytes
         shapes = [shape for _, shape in config.stage_tensors(layer_stage(0)) if len(shape) > 1]
         states = prompt * config.hidden_size * shape.gpu_batch_size * work

@@ -271,8 +271,8 @@ def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | No
     else:
         print_time(planned.expected, number, precision, by_precision)
     console.print(
-        f"{model} on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
-        f"{count(round(workload.output), 'generated token')} each"
+        f"{model} on {problem.hardware.name}: {number} of {workload.mean_prompt:,.0f} tokens, "
+        f"{count(round(workload.mean_output), 'generated token')} each"
     )
     print_stored_type(model, problem)
     if prediction.feasible:

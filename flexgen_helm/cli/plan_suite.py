@@ -275,13 +275,17 @@ def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
 
 
 def _scenario_row(scenario: ScenarioPlan, planned: SuitePlan) -> dict[str, str]:
-    expected, answer, most = scenario.expected, scenario.expected.output, scenario.limit.output
+    expected, answer, most = (
+        scenario.expected,
+        scenario.expected.mean_output,
+        scenario.limit.mean_output,
+    )
     return {
         "scenario": scenario.entries[0].scenario,
         "entries": str(len(scenario.entries)),
         "sequences": f"{expected.num_sequences:,}",
-        "prompt": f"{expected.prompt:,.0f}",
-        "shared": f"{expected.prompt - expected.computed:,.0f}",
+        "prompt": f"{expected.mean_prompt:,.0f}",
+        "shared": f"{expected.mean_prompt - expected.mean_computed:,.0f}",
         "answer": f"{answer:,.0f}"
         if round(answer) == round(most)
         else f"{answer:,.0f} of {most:,.0f}",

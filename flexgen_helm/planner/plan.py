@@ -197,7 +197,7 @@ class Plan:
 
     @property
     def sequences_per_h(self) -> float:
-        return 3600 * self.solution.prediction.tokens_per_s / self.problem.workload.output
+        return 3600 * self.solution.prediction.tokens_per_s / self.problem.workload.mean_output
 
     @property
     def spread(self) -> MeasuredRange:
@@ -214,8 +214,8 @@ class Plan:
         prompts of a block are computed again with what was drawn, and a pass.
         """
         prediction, workload = self.solution.prediction, self.problem.workload
-        num_decoded = max(0.0, workload.output - 1)
-        recomputed_prefill_s = prediction.prefill_s * (1 + num_decoded / workload.prompt)
+        num_decoded = max(0.0, workload.mean_output - 1)
+        recomputed_prefill_s = prediction.prefill_s * (1 + num_decoded / workload.mean_prompt)
         one_decode_pass_s = prediction.decode_s / max(1.0, num_decoded)
         if self.solution.schedule.is_single_pass:  # its hidden states are kept after a layer
             one_layer_s = recomputed_prefill_s / self.problem.config.num_layers
@@ -233,7 +233,10 @@ class Plan:
             hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0)
         )
         read = predict(replace(problem, hardware=a_byte_a_second), policy, schedule).seconds
-        tokens = {"prefill": problem.workload.computed, "decode": problem.workload.output - 1}
+        tokens = {
+            "prefill": problem.workload.mean_computed,
+            "decode": problem.workload.mean_output - 1,
+        }
         seconds = {"prefill": prediction.prefill_s, "decode": prediction.decode_s}
         return {
             phase: {
@@ -298,7 +301,7 @@ def make_plan(
         schedules = AUTOMATIC if schedule is None else (schedule,)
         solution = search(problem, schedules, max_latency=max_latency)
     else:
-        schedule = schedule or (PREFILL_ONLY if problem.workload.output == 1 else ZIGZAG)
+        schedule = schedule or (PREFILL_ONLY if problem.workload.mean_output == 1 else ZIGZAG)
         solution = Solution(policy, schedule, predict(problem, policy, schedule))
     return Plan(problem, solution)
 
@@ -430,10 +433,10 @@ class ScenarioPlan:
             "scenario": self.entries[0].scenario,
             "entries": [entry.entry for entry in self.entries],
             "sequences": self.expected.num_sequences,
-            "prompt_tokens": self.expected.prompt,
-            "shared_tokens": self.expected.prompt - self.expected.computed,
-            "answer_tokens": self.expected.output,
-            "most_answer_tokens": self.limit.output,
+            "prompt_tokens": self.expected.mean_prompt,
+            "shared_tokens": self.expected.mean_prompt - self.expected.mean_computed,
+            "answer_tokens": self.expected.mean_output,
+            "most_answer_tokens": self.limit.mean_output,
             **self.alone.to_json(),
             "policy_flag": str(self.made.solution.policy),
         }
@@ -550,7 +553,7 @@ def _seconds(made: Plan, workload: Workload) -> float:
         return made.solution.prediction.latency_s
     problem, solution = replace(made.problem, workload=workload), made.solution
     policy = solution.policy
-    while workload.output == 1 or not solution.schedule.is_single_pass:
+    while workload.mean_output == 1 or not solution.schedule.is_single_pass:
         same = predict(problem, policy, solution.schedule)
         if same.feasible:
             return same.latency_s

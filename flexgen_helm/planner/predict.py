@@ -219,7 +219,7 @@ def evaluate(
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, costs, fractions)
     block_s = prefill_s + decode_s
-    tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
+    tokens = costs.sequences * workload.mean_output if problem.endless else workload.output_tokens
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {

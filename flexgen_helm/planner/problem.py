@@ -431,7 +431,7 @@ class PlanningProblem:
         A pass has three times as many tokens of prompts as sequences may decode along.
         """
         divides = self.config.experts is not None and shape.schedule.reads_once
-        return max(1, int(self.workload.computed / 3)) if divides else 1
+        return max(1, int(self.workload.mean_computed / 3)) if divides else 1
 
     @cached_property
     def batch_tokens(self) -> int:
@@ -540,7 +540,9 @@ class PlanningProblem:
         kernels compute).
         """
         workload = self.workload
-        return workload.computed * self.visible_positions(workload.pairs / workload.computed)
+        return workload.mean_computed * self.visible_positions(
+            workload.mean_pairs / workload.mean_computed
+        )
 
     # --- What this engine does. `benchmarks.paper` overrides these members to describe other
     # engines. ---
@@ -653,7 +655,7 @@ class PlanningProblem:
         """
         workload, workspace = self.workload, self.workspace
         most = max(self.batch_tokens, workload.longest_prompt)
-        prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
+        prompt_tokens = int(min(shape.gpu_batch_size * workload.mean_computed, most))
         decoding = min(sequences, shape.gpu_batch_size)
         largest = max(
             workspace.layer(prompt_tokens, int(workload.longest_prompt), 0),

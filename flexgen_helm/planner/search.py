@@ -260,16 +260,19 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
     room = sum(map(problem.usable, TIERS))
     # Only hopeless shapes are left out here: of whose cache not even half has room.
     sequence_bytes = (
-        problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
+        problem.kv_elements
+        * problem.cache_bytes
+        * (workload.mean_prompt + workload.mean_output)
+        / 2
     )
-    if workload.output == 1:
+    if workload.mean_output == 1:
         sequence_bytes = 0.0
     batch_sizes = {*_BATCH_SIZES}
     if not problem.endless:  # blocks of equal size: 17 sequences are rather 9 and 8 than 8, 8 and 1
         batch_sizes |= {-(-workload.num_sequences // blocks) for blocks in _NUM_BLOCKS}
     known: set[BlockShape] = set()
     for schedule in schedules:
-        if schedule.is_single_pass and workload.output > 1:
+        if schedule.is_single_pass and workload.mean_output > 1:
             continue
         for batch_size in batch_sizes:
             batches = set(_NUM_BATCHES if problem.config.experts is None else _FEW_BATCHES)

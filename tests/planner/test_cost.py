@@ -143,7 +143,9 @@ def test_row_by_row_reads_the_weights_for_every_batch():
 
 def test_a_shared_prefix_is_computed_once_and_seen_by_all():
     shared = Workload.of([(512, 32)] * 100, saved_tokens=99 * 400)
-    assert shared.computed == pytest.approx(112 + 4) and shared.pairs == pytest.approx(116 * 512)
+    assert shared.mean_computed == pytest.approx(112 + 4) and shared.mean_pairs == pytest.approx(
+        116 * 512
+    )
     policy = Policy(50, 2, 0.2, 0.8, 0, 1, 0, 1)
     alone = predict(flexgen(count=100), policy, ZIGZAG, rounded=False)
     together = predict(replace(flexgen(), workload=shared), policy, ZIGZAG, rounded=False)

@@ -124,7 +124,7 @@ def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     """
     problem = small(200, 400)
     rows = problem.workload.num_sequences
-    tokens = rows * problem.workload.computed
+    tokens = rows * problem.workload.mean_computed
     bound = replace(problem, max_batch_tokens=int(tokens) - 1)
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
     found = [predict(case, policy, ZIGZAG).memory["gpu"].peak for case in (problem, bound)]

@@ -86,7 +86,8 @@ def test_a_part_has_its_share_of_all_lengths():
             5000 * share
         )
     assert (
-        whole.part(0.3).prompt == pytest.approx(whole.prompt, rel=0.02) and whole.part(1.0) == whole
+        whole.part(0.3).mean_prompt == pytest.approx(whole.mean_prompt, rel=0.02)
+        and whole.part(1.0) == whole
     )
 
 
