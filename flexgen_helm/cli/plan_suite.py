@@ -22,12 +22,12 @@ from flexgen_helm.cli.plan_problem import (
 )
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
-from flexgen_helm.planner.plan import ANSWER_FACTOR
+from flexgen_helm.planner.suite_plan import ANSWER_FACTOR
 from flexgen_helm.report.paired import margin_shown
 from flexgen_helm.tiers import TIER_PLACES
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.plan import ScenarioPlan, SuitePlan
+    from flexgen_helm.planner.suite_plan import ScenarioPlan, SuitePlan
 
 # As HELM's leaderboards take.
 _MOST_INSTANCES = 1000
@@ -118,7 +118,7 @@ def print_suite(
     Raises `UsageError` where HELM has made no prompts of an entry.
     """
     from flexgen_helm.cli.suite_lengths import PromptReader
-    from flexgen_helm.planner.plan import plan_suite
+    from flexgen_helm.planner.suite_plan import plan_suite
     from flexgen_helm.report.answers import asked_instances
 
     entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)

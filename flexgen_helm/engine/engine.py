@@ -22,7 +22,11 @@ from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_r
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
 from flexgen_helm.hardware.exact_products import exact_products
-from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
+from flexgen_helm.hardware.freed_memory import (
+    ResidentMemory,
+    keep_freed_memory,
+    return_freed_memory,
+)
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.transformers_backend.decoder import decoder_of

@@ -33,7 +33,7 @@ from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.tiers import Tier
 
 if TYPE_CHECKING:
-    from flexgen_helm.offload.transfer_manager import CopyEngine
+    from flexgen_helm.offload.copy_engine import CopyEngine
 
 # Version of the profiler: raised when it measures something else.
 _VERSION = 9

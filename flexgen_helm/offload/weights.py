@@ -63,7 +63,7 @@ from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into
-from flexgen_helm.scheduling.scheduler import StageVisit
+from flexgen_helm.scheduling.stage_visits import StageVisit
 from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, aligned
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, Affine, fraction_vector
 from flexgen_helm.planner.cost_model import (
     CHANNELS,
     RESOURCES,
@@ -26,15 +27,7 @@ from flexgen_helm.planner.placement import (
     tier_fractions,
 )
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.problem import (
-    COLUMNS,
-    WEIGHTS,
-    Affine,
-    BlockShape,
-    PlanningProblem,
-    fraction_vector,
-    matrix_kinds,
-)
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem, matrix_kinds
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.tiers import BLOCK_SEQUENCES, TIERS, Kind, Tier
 

@@ -17,6 +17,18 @@ import numpy as np
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size, size
+from flexgen_helm.planner.affine import (
+    CACHE,
+    CG,
+    COLUMNS,
+    HG,
+    HIDDEN,
+    ONE,
+    WEIGHTS,
+    WG,
+    Affine,
+    affine,
+)
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
 from flexgen_helm.planner.placement import tier_fractions
 from flexgen_helm.planner.policy import Policy
@@ -28,21 +40,7 @@ from flexgen_helm.planner.predict import (
     shrunk,
     workload_seconds,
 )
-from flexgen_helm.planner.problem import (
-    CACHE,
-    CG,
-    COLUMNS,
-    HG,
-    HIDDEN,
-    MEASURED,
-    ONE,
-    WEIGHTS,
-    WG,
-    Affine,
-    BlockShape,
-    PlanningProblem,
-    affine,
-)
+from flexgen_helm.planner.problem import MEASURED, BlockShape, PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC, ZIGZAG, Schedule
 from flexgen_helm.tiers import TIER_PLACES, TIERS, Tier, limit_flag
 

@@ -7,13 +7,8 @@ import pytest
 
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.plan import (
-    EntryWorkload,
-    make_plan,
-    plan_suite,
-    planning_problem,
-    suite_workload,
-)
+from flexgen_helm.planner.plan import make_plan, planning_problem
+from flexgen_helm.planner.suite_plan import EntryWorkload, plan_suite, suite_workload
 from flexgen_helm.planner.workload import Workload
 
 ENTRIES = [
