@@ -22,7 +22,7 @@ from flexgen_helm.checkpoint.paths import explain, system_error
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.pipeline_rank import as_rank, follow_rank_0
 from flexgen_helm.errors import FlexgenError, Interrupted
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.service import process
 
 # Commands that continue from the cache when repeated; `run` says so itself.

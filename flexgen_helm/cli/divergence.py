@@ -20,7 +20,7 @@ from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from flexgen_helm.errors import FlexgenError, UnknownModelError
 from flexgen_helm.files import size
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.weight_placement import Fit
+    from flexgen_helm.planner.fit import Fit
     from flexgen_helm.tiers import Tier
 
 _PRECISIONS = ("fp16", "4bit")
@@ -157,7 +157,7 @@ def _row(name: str, machine: MachineLimits, pattern: str) -> Row | None:
     """Return the facts of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import GGUF_SIZE, local_weights
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config, resolve
-    from flexgen_helm.planner.weight_placement import fit, weight_bytes
+    from flexgen_helm.planner.fit import fit, weight_bytes
 
     model, config, is_here = None, None, None
     with suppress(FlexgenError):  # the user's file names what is gone

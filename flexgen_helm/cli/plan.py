@@ -271,8 +271,8 @@ def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | No
     else:
         print_time(planned.expected, number, precision, by_precision)
     console.print(
-        f"{model} on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
-        f"{count(round(workload.output), 'generated token')} each"
+        f"{model} on {problem.hardware.name}: {number} of {workload.mean_prompt:,.0f} tokens, "
+        f"{count(round(workload.mean_output), 'generated token')} each"
     )
     print_stored_type(model, problem)
     if prediction.feasible:
@@ -292,8 +292,8 @@ def _block_text(planned: Plan) -> str:
 
 def _print_remarks(planned: Plan) -> None:
     """Print the batches, what bounds the speed, and what a stop costs."""
+    from flexgen_helm.planner.affine import fraction_vector
     from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import fraction_vector
 
     problem, solution, console = planned.problem, planned.solution, output()
     policy, prediction = solution.policy, solution.prediction
@@ -349,8 +349,8 @@ def _precision_row(name: str, planned: Plan | None) -> dict[str, str]:
 
 def _print_placement(planned: Plan) -> None:
     """Print shares and bytes by tier."""
+    from flexgen_helm.planner.affine import fractions_by_kind
     from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import fractions_by_kind
 
     problem, memory = planned.problem, planned.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, planned.solution.policy))

@@ -17,8 +17,10 @@ from flexgen_helm.files import existing_folder, require_writable, rough_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.hardware.profile import HardwareProfile
-    from flexgen_helm.planner.plan import Expectation, Plan, SuitePlan
+    from flexgen_helm.planner.measured_range import Expectation
+    from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
+    from flexgen_helm.planner.suite_plan import SuitePlan
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from flexgen_helm.cli.plan_problem import (
 )
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
-from flexgen_helm.planner.plan import ANSWER_FACTOR
+from flexgen_helm.planner.suite_plan import ANSWER_FACTOR
 from flexgen_helm.report.paired import margin_shown
 from flexgen_helm.tiers import TIER_PLACES
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.plan import ScenarioPlan, SuitePlan
+    from flexgen_helm.planner.suite_plan import ScenarioPlan, SuitePlan
 
 # As HELM's leaderboards take.
 _MOST_INSTANCES = 1000
@@ -118,7 +118,7 @@ def print_suite(
     Raises `UsageError` where HELM has made no prompts of an entry.
     """
     from flexgen_helm.cli.suite_lengths import PromptReader
-    from flexgen_helm.planner.plan import plan_suite
+    from flexgen_helm.planner.suite_plan import plan_suite
     from flexgen_helm.report.answers import asked_instances
 
     entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)
@@ -275,13 +275,17 @@ def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
 
 
 def _scenario_row(scenario: ScenarioPlan, planned: SuitePlan) -> dict[str, str]:
-    expected, answer, most = scenario.expected, scenario.expected.output, scenario.limit.output
+    expected, answer, most = (
+        scenario.expected,
+        scenario.expected.mean_output,
+        scenario.limit.mean_output,
+    )
     return {
         "scenario": scenario.entries[0].scenario,
         "entries": str(len(scenario.entries)),
         "sequences": f"{expected.num_sequences:,}",
-        "prompt": f"{expected.prompt:,.0f}",
-        "shared": f"{expected.prompt - expected.computed:,.0f}",
+        "prompt": f"{expected.mean_prompt:,.0f}",
+        "shared": f"{expected.mean_prompt - expected.mean_computed:,.0f}",
         "answer": f"{answer:,.0f}"
         if round(answer) == round(most)
         else f"{answer:,.0f} of {most:,.0f}",

@@ -37,7 +37,7 @@ from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count, duration, read_object, require_writable
-from flexgen_helm.hardware.process_state import why_no_cuda
+from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions

@@ -29,7 +29,7 @@ from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
 from flexgen_helm.errors import Interrupted, MemoryLimitError
-from flexgen_helm.hardware.host_memory import ResidentMemory
+from flexgen_helm.hardware.freed_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import product_bytes
 from flexgen_helm.kv_cache.cache import KVCache
@@ -43,8 +43,8 @@ from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import DrawnToken, TopLogprobs
-from flexgen_helm.scheduling.scheduler import StageVisit, WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, PromptScores, SamplingParams, Sequence
+from flexgen_helm.scheduling.stage_visits import StageVisit, WorkItem, stage_visits
 from flexgen_helm.tiers import UNLIMITED
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.

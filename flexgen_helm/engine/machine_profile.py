@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +23,9 @@ from flexgen_helm.checkpoint.paths import explain, state_dir, state_lock
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import existing_folder, replace_text, require_writable
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.processor import processor_name
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
+from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
 from flexgen_helm.planner.plan import simulated_gpu
 from flexgen_helm.planner.problem import MEASURED
@@ -33,7 +33,7 @@ from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.tiers import Tier
 
 if TYPE_CHECKING:
-    from flexgen_helm.offload.transfer_manager import CopyEngine
+    from flexgen_helm.offload.copy_engine import CopyEngine
 
 # Version of the profiler: raised when it measures something else.
 _VERSION = 9
@@ -160,15 +160,6 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "gpu": [line for gpu in _gpus() for line in gpu],
         "torch": version("torch"),
     }
-
-
-def processor_name() -> str:
-    models = (
-        line.partition(":")[2].strip()
-        for line in _lines("/proc/cpuinfo")
-        if line.startswith("model name")
-    )
-    return next(models, platform.processor())
 
 
 def _path() -> Path:

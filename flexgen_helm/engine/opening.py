@@ -34,14 +34,15 @@ from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.pipeline import divide_layers
 from flexgen_helm.errors import Float16Error, UsageError
 from flexgen_helm.files import require_writable, size
-from flexgen_helm.hardware.process_state import Rank, rank_of_process
+from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine
 from flexgen_helm.offload.matrices import WeightsAtRest
+from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
 from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, TransferManager
-from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices

@@ -23,7 +23,8 @@ from torch import Tensor
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import exact_size
-from flexgen_helm.hardware.host_memory import host_memory, keep_freed_memory, return_freed_memory
+from flexgen_helm.hardware.freed_memory import keep_freed_memory, return_freed_memory
+from flexgen_helm.hardware.host_memory import host_memory
 from flexgen_helm.hardware.profile import (
     PRODUCT_BY_WEIGHT,
     PROFILED,

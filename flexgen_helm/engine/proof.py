@@ -60,7 +60,7 @@ from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.attention import AttentionConfig, additive_mask, attend, attend_unfused
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
-from flexgen_helm.offload.transfer_manager import CudaCopyEngine
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.quant.block_products import decode_into

@@ -28,8 +28,8 @@ from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
+from flexgen_helm.planner.expert_use import expected_experts, fitted_skew
 from flexgen_helm.planner.predict import CostEstimate
-from flexgen_helm.planner.problem import expected_experts, fitted_skew
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.report.throughput import throughput, versions
 from flexgen_helm.tiers import TIERS, Fractions, Tier

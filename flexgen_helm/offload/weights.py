@@ -56,15 +56,15 @@ from flexgen_helm.offload.prefetcher import (
     fits,
     ring_bytes,
 )
-from flexgen_helm.offload.staging import aligned, pages
+from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into
-from flexgen_helm.scheduling.scheduler import StageVisit
-from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier
+from flexgen_helm.scheduling.stage_visits import StageVisit
+from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, aligned
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller
 # ones only if they let a whole stage fit into the staging ring.

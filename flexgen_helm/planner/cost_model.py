@@ -21,19 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.problem import (
-    CACHE,
-    CD,
-    HD,
-    HIDDEN,
-    ONE,
-    WD,
-    WEIGHTS,
-    Affine,
-    BlockShape,
-    PlanningProblem,
-    affine,
-)
+from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 from flexgen_helm.tiers import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
@@ -164,7 +153,7 @@ def _block_by_layers(
         sequences,
         _repeated(prefill.times(), shape.passes * _turns(problem.ranks, lanes)[0]),
         decode.times(),
-        0.0 if schedule.is_single_pass else workload.output - 1,
+        0.0 if schedule.is_single_pass else workload.mean_output - 1,
         _stored_memory(problem, shape, sequences, lanes, resident),
         dict.fromkeys(TIERS, 0.0)
         | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
@@ -206,14 +195,14 @@ class _PassCost:
     @cached_property
     def tokens(self) -> float:
         """Tokens that the pass computes."""
-        return self.sequences * (self.problem.workload.computed if self.prefill else 1.0)
+        return self.sequences * (self.problem.workload.mean_computed if self.prefill else 1.0)
 
     @cached_property
     def batches(self) -> float:
         batch_tokens = float(self.batch_sequences)
         if self.prefill:
             batch_tokens = min(
-                batch_tokens * self.problem.workload.computed, self.problem.batch_tokens
+                batch_tokens * self.problem.workload.mean_computed, self.problem.batch_tokens
             )
         return max(1.0, math.ceil(self.tokens / max(1.0, batch_tokens) - _ROUNDING))
 
@@ -226,7 +215,7 @@ class _PassCost:
     @property
     def context(self) -> float:
         """Positions of a decoding sequence, on average over the block's passes."""
-        return self.problem.workload.prompt + self.problem.workload.output / 2
+        return self.problem.workload.mean_prompt + self.problem.workload.mean_output / 2
 
     def times(self) -> PassTimes:
         disk, link = self.problem.hardware.disk, self.problem.hardware.link
@@ -257,7 +246,7 @@ class _PassCost:
         layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
         # A position of each sequence passes the head, and those of a prompt whose log-probabilities
         # are asked for.
-        heads_of_each = 1.0 + (problem.workload.scored if self.prefill else 0.0)
+        heads_of_each = 1.0 + (problem.workload.mean_scored if self.prefill else 0.0)
         heads, head_rows = (
             sequences * heads_of_each,
             min(sequences, self.batch_sequences) * heads_of_each,
@@ -402,7 +391,8 @@ class _PassCost:
             # A file has the window of the prompt until the answer fills another, half of it on
             # average.
             newest = (
-                min(workload.prompt, ring) + min(workload.output, ring**2 / workload.output) / 2
+                min(workload.mean_prompt, ring)
+                + min(workload.mean_output, ring**2 / workload.mean_output) / 2
             )
             stored = elements * problem.older_positions(self.context) * problem.cache_bytes
             stored += problem.window_bytes(elements, newest)
@@ -495,7 +485,7 @@ def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
     """Positions allocated for a sequence."""
     workload = problem.workload
     # the first token is drawn from the prompt's own pass
-    if schedule.is_single_pass or workload.output == 1:
+    if schedule.is_single_pass or workload.mean_output == 1:
         return 0
     return workload.longest
 
@@ -512,7 +502,7 @@ def _stored_memory(
     window = sequences * problem.window_bytes(problem.kv_elements) / ranks if positions else 0.0
     # the prompt's and the answer's
     caches = dict.fromkeys(TIERS, cache + window) | {"disk": cache + 2 * window}
-    waiting_tokens = sequences * workload.computed
+    waiting_tokens = sequences * workload.mean_computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
     if one_batch and not shape.schedule.is_single_pass:
         waiting_tokens = sequences
@@ -522,7 +512,10 @@ def _stored_memory(
     gathered = 0.0
     if config.experts is not None and not resident:
         gathered = (
-            _WHOLE * sequences / lanes * (workload.computed / shape.passes + (shape.passes > 1))
+            _WHOLE
+            * sequences
+            / lanes
+            * (workload.mean_computed / shape.passes + (shape.passes > 1))
         )
     waiting = dict.fromkeys(TIERS, waiting_tokens)
     # on the compute tier they are among the copies

@@ -12,7 +12,9 @@ from itertools import product
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.planner.placement import CacheSizes, SchedulerLimits, cache_sizes, tier_fractions
+from flexgen_helm.planner.cache_sizes import CacheSizes, cache_sizes
+from flexgen_helm.planner.limits import SchedulerLimits
+from flexgen_helm.planner.placement import tier_fractions
 from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
 from flexgen_helm.planner.search import Solution

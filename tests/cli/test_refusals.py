@@ -16,7 +16,7 @@ from flexgen_helm.cli.engine_flags import check_engine_flags, warn_of_limits_bey
 from flexgen_helm.cli.plan_problem import PlanOptions, problem_for
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
-from flexgen_helm.hardware import process_state
+from flexgen_helm.hardware import cuda_presence
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.console_script import HEAVY, Finished, run_script
 
@@ -142,12 +142,12 @@ def test_a_locale_in_which_helm_cannot_read_its_files_is_refused():
 
 
 @pytest.mark.skipif(
-    process_state.why_no_cuda() is None, reason="this machine may have a CUDA device"
+    cuda_presence.why_no_cuda() is None, reason="this machine may have a CUDA device"
 )
 def test_a_gpu_that_is_not_there():
     refused = run_script(*RUN, "--device", "cuda:0")
     assert refused.code == 2 and not refused.heavy
-    reason = process_state.why_no_cuda()
+    reason = cuda_presence.why_no_cuda()
     assert (
         refused.err
         == f"flexgen-helm: device 'cuda:0' was asked for and {reason}; take --device cpu\n"
@@ -221,7 +221,7 @@ def torch_build(tmp_path, monkeypatch):
     def write(text):
         (tmp_path / "version.py").write_text(text)
         found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-        monkeypatch.setattr(process_state, "find_spec", lambda name: found)
+        monkeypatch.setattr(cuda_presence, "find_spec", lambda name: found)
         monkeypatch.setattr(ctypes, "CDLL", no_library)
         return tmp_path
 
@@ -233,20 +233,20 @@ CUDA_BUILD = "cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"
 
 
 def test_only_what_is_certain_is_refused(torch_build, monkeypatch):
-    assert process_state.why_no_cuda(torch_build(CPU_BUILD)) == "this torch is built for CPUs only"
-    assert process_state.why_no_cuda(torch_build("cuda = None\nhip = None\n")) is not None
-    assert process_state.why_no_cuda(torch_build(CUDA_BUILD)) == "this machine has no NVIDIA driver"
-    assert process_state.why_no_cuda(torch_build("cuda = None\nhip = '6.4'\n")) is None  # ROCm
-    assert process_state.why_no_cuda(torch_build("version = 3\n")) is None  # another version's file
-    monkeypatch.setattr(process_state, "find_spec", lambda name: None)
-    assert process_state.why_no_cuda() is None
+    assert cuda_presence.why_no_cuda(torch_build(CPU_BUILD)) == "this torch is built for CPUs only"
+    assert cuda_presence.why_no_cuda(torch_build("cuda = None\nhip = None\n")) is not None
+    assert cuda_presence.why_no_cuda(torch_build(CUDA_BUILD)) == "this machine has no NVIDIA driver"
+    assert cuda_presence.why_no_cuda(torch_build("cuda = None\nhip = '6.4'\n")) is None  # ROCm
+    assert cuda_presence.why_no_cuda(torch_build("version = 3\n")) is None  # another version's file
+    monkeypatch.setattr(cuda_presence, "find_spec", lambda name: None)
+    assert cuda_presence.why_no_cuda() is None
 
 
 @pytest.mark.parametrize("file", ["nvidia0", "dxg"])
 def test_a_device_file_leaves_the_question_to_torch(torch_build, file):
     devices = torch_build(CUDA_BUILD)
     (devices / file).touch()
-    assert process_state.why_no_cuda(devices) is None
+    assert cuda_presence.why_no_cuda(devices) is None
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path):

@@ -13,7 +13,12 @@ from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from tests.helpers.layers import replace_layers
 
 # Copying threads wait for their copies and for the readers of a slot, here and nowhere else.
-COPIES = ("offload/transfer_manager.py", "offload/prefetcher.py", "offload/experts.py")
+COPIES = (
+    "offload/copy_engine.py",
+    "offload/transfer_manager.py",
+    "offload/prefetcher.py",
+    "offload/experts.py",
+)
 
 
 @dataclass

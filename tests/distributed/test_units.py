@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.distributed.board import Board, Unit
+from flexgen_helm.distributed.board import Board, RequestUnit
 from flexgen_helm.distributed.engine import MAX_ATTEMPTS, ClusterRun
-from flexgen_helm.distributed.worker import Failure, UnitRecord
+from flexgen_helm.distributed.worker import Answer, Failure, UnitRecord
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 
 RESULT = GenerationResult((), [], None, Cost())
@@ -37,7 +37,7 @@ class Simulation:
         self, number: int, num_workers: int, seed: int, poison: frozenset[int] = frozenset()
     ):
         self.is_alone, self.num_expected = num_workers == 1, num_workers
-        self.poison, self.waiting = poison, dict[int, Unit]()
+        self.poison, self.waiting = poison, dict[int, RequestUnit]()
         self.sizes: list[int] = []
         self.answers = Counter[int]()
         self.draw = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ class Simulation:
             lambda index, result: self.answers.update([index]),
         )
 
-    def submit(self, units: Mapping[int, Unit]) -> None:
+    def submit(self, units: Mapping[int, RequestUnit]) -> None:
         assert not self.waiting.keys() & units.keys()
         self.waiting |= units
         self.sizes += map(len, units.values())
@@ -65,8 +65,8 @@ class Simulation:
             if index in self.poison:
                 end = LOST if index % 2 else Failure("poison")
                 break
-            self.run.receive(f"w{number}", number, index, RESULT)
-        self.run.receive(f"w{number}", number, type(end), end)
+            self.run.receive(f"w{number}", number, Answer(index, RESULT))
+        self.run.receive(f"w{number}", number, end)
 
     def finish(self) -> None:
         while self.run.units:
@@ -120,7 +120,7 @@ def test_what_is_given_up_says_why(is_lost):
     for _ in range(MAX_ATTEMPTS):
         (number,) = simulation.waiting
         failure = Failure("it burns", is_lost=is_lost)
-        simulation.run.receive("w", number, Failure, failure)
+        simulation.run.receive("w", number, failure)
     why = "worker w is lost: it burns" if is_lost else "it burns"
     assert simulation.run.failures == {0: why} and not simulation.waiting
 
@@ -132,7 +132,11 @@ def test_what_hangs_or_begins_again_is_lost():
         board = Board(silence_s=0.2)
 
         async def lost() -> list[tuple[str, int | None]]:
-            return [(name, unit) for name, unit, told in await board.news(0.0) if Failure in told]
+            return [
+                (worker, unit)
+                for worker, unit, report in await board.news(0.0)
+                if any(isinstance(event, Failure) for event in report)
+            ]
 
         await board.submit({number: {number: requests_of(4)[number]} for number in range(4)})
         assert [await board.next_unit() for _ in range(4)] == [*range(4)]
@@ -140,9 +144,9 @@ def test_what_hangs_or_begins_again_is_lost():
             assert list(await board.begin(number, name)) == [number]
         assert await board.begin(1, "again") == {} and await lost() == [("dies", 1)]
         await board.forget([1])
-        assert not await board.tell("dies", 1, {})
+        assert not await board.tell("dies", 1, [])
         await asyncio.sleep(0.3)
-        assert await board.tell("lives", 2, {})
+        assert await board.tell("lives", 2, [])
         assert await lost() == [("hangs", 0)]
         await asyncio.sleep(0.3)
         assert await lost() == [("hangs", 0), ("lives", 2), ("", 3)]  # nobody is heard

@@ -319,7 +319,7 @@ def _install_steps(order: Order, folder: Path) -> None:
     from flexgen_helm.checkpoint import convert, fingerprint
     from flexgen_helm.engine import divergence, executor
     from flexgen_helm.offload.disk import DirectFile
-    from flexgen_helm.offload.transfer_stats import RateLimit
+    from flexgen_helm.offload.rate_limit import RateLimit
     from flexgen_helm.request import Progress
 
     count = 0

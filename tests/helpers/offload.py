@@ -12,9 +12,10 @@ import torch
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.schedules import SCHEDULES
 from flexgen_helm.tiers import TIERS

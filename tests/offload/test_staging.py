@@ -53,7 +53,7 @@ def test_slots_never_overlap_and_the_oldest_make_room_first(pages, steps):
         elif living := [slot for slot in used if not slot.released]:
             slot = living[which % len(living)]
             assert bool((ring.memory(slot) == stamps[id(slot)]).all()), "another slot wrote here"
-            ring.release(slot)
+            ring.release(slot, None)
             while used and used[0].released:
                 used.pop(0)
         assert ring.in_use == sum(slot.size for slot in used)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexgen_helm.kv_cache.codec import QuantizedCodec
-from flexgen_helm.planner.placement import CacheSizes, cache_sizes
+from flexgen_helm.planner.cache_sizes import CacheSizes, cache_sizes
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat
 from tests.helpers.planning_problems import config

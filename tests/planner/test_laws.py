@@ -214,11 +214,11 @@ def least_seconds(problem, policy):
             if placed[name] in streamed and expert_of(name) is None:
                 streamed[placed[name]] += problem.storage.matrices[name]
     blocks = -(-workload.num_sequences // policy.block_size)
-    passes = blocks * round(workload.output)
+    passes = blocks * round(workload.mean_output)
     seconds = [passes * streamed["disk"] / hardware.disk.read_bytes_s]
     if hardware.link is not None:
         seconds.append(passes * (streamed["cpu"] + streamed["disk"]) / hardware.link.to_gpu_bytes_s)
-    tokens = workload.num_sequences * (workload.computed + workload.output - 1)
+    tokens = workload.num_sequences * (workload.mean_computed + workload.mean_output - 1)
     heads = workload.output_tokens * config.head_flops_per_token
     rate = hardware.compute_processor.matmul_flops[problem.product_dtype].best
     seconds.append((config.linear_flops_per_token * tokens + heads) / rate)

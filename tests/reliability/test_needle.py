@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
 from flexgen_helm.engine import attention_metadata
-from flexgen_helm.offload import disk, transfer_manager
+from flexgen_helm.offload import copy_engine, disk
 from flexgen_helm.quant import precisions
 from tests.helpers.offload import offloaded, policies
 from tests.helpers.parity import assert_same, prompts, seeing_longer_neighbours
@@ -112,9 +112,9 @@ def delayed(seed: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
         patch.setattr(
-            transfer_manager.SimulatedCopyEngine,
+            copy_engine.SimulatedCopyEngine,
             "_copy",
-            slow(transfer_manager.SimulatedCopyEngine._copy),
+            slow(copy_engine.SimulatedCopyEngine._copy),
         )
         yield
 
