@@ -28,7 +28,7 @@ from flexgen_helm.checkpoint.checkpoint import DummyCheckpoint
 from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.offload import matrices
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.report.throughput import versions
+from flexgen_helm.report.versions import versions
 
 GIB = 1 << 30
 # Tried out on the tests' CUDA device in host memory: all is small, and no figure means anything.

@@ -61,13 +61,13 @@ _Window = Annotated[
 _Suite = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help=("Compare on the prompts and answers of this suite's runs instead.")
+        metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead."
     ),
 ]
 _Baseline = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help=("The first model's precision. Default: its name's, else fp16.")
+        metavar="NAME", help="The first model's precision. Default: its name's, else fp16."
     ),
 ]
 _MaxWindows = Annotated[
@@ -111,10 +111,9 @@ def divergence(
             "two models are compared in one process; start divergence without torchrun"
         )
     models = _compared(model, second, baseline, engine)
-    text_flags = {"--text": text, "--window": window, "--max-windows": max_windows}
     if suite is not None:
         _check_suite_flags(
-            [flag for flag, value in text_flags.items() if value is not None], models
+            {"--text": text, "--window": window, "--max-windows": max_windows}, models
         )
         by_entry = _prompts_of_suite(model, models[0].precision, output_path / "runs" / suite)
     elif text is None or window is None:
@@ -139,22 +138,22 @@ def divergence(
         with Engine.from_config(model, models[0].options) as loaded:
             return say_perplexity(score(loaded, by_entry[""]), as_json)
     divergences = _divergences(models, by_entry, files[0][0], by_layer, prints=not as_json)
-    if as_json:
+    if as_json and suite is not None:
         entries = [
-            {"entry": entry, "precisions": [asdict(divergence) for divergence in of_entry]}
+            {"entry": entry, "precisions": [*map(asdict, of_entry)]}
             for entry, of_entry in divergences.items()
         ]
-        if suite is not None:
-            _print_json({"model": model, "suite": suite, "entries": entries})
-        else:
-            asked = {"model": model, "text": str(text), "window": window}
-            _print_json({**asked, "precisions": entries[0]["precisions"]})
+        _print_json({"model": model, "suite": suite, "entries": entries})
+    elif as_json:
+        precisions = [*map(asdict, divergences[""])]
+        _print_json({"model": model, "text": str(text), "window": window, "precisions": precisions})
 
 
-def _check_suite_flags(text_flags: Sequence[str], models: Sequence[ComparedModel]) -> None:
+def _check_suite_flags(text_flags: Mapping[str, object], models: Sequence[ComparedModel]) -> None:
     """Raise `UsageError` for flags of a text beside a suite, and where nothing is compared."""
-    if text_flags:
-        raise UsageError(f"--suite and {text_flags[0]} exclude each other; leave one of them out")
+    for flag, value in text_flags.items():
+        if value is not None:
+            raise UsageError(f"--suite and {flag} exclude each other; leave one of them out")
     if len(models) < 2:
         raise UsageError(
             f"--precision names only the baseline {models[0].precision}; add one, such as "

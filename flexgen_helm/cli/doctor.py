@@ -89,17 +89,17 @@ def run_checks(model: str | None = None) -> dict[str, Finding]:
     if model is not None:
         checks[f"weights of {model}"] = partial(_verified, model)
         checks[f"prompts of {model}"] = partial(_prompts, model)
-    found = {}
+    findings = {}
     for name, check in checks.items():
         try:
-            found[name] = check()
+            findings[name] = check()
         except Exception as error:  # a check that breaks is a finding, and the others still matter
             is_known = isinstance(error, (FlexgenError, OSError))
             remedy = (
                 None if is_known else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
             )
-            found[name] = Finding("failed", explain(error), remedy)
-    return found
+            findings[name] = Finding("failed", explain(error), remedy)
+    return findings
 
 
 def _python() -> Finding:
@@ -108,7 +108,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     """Some bounds exclude versions with published holes (SECURITY.md)."""
-    from flexgen_helm.report.throughput import versions
+    from flexgen_helm.report.versions import versions
 
     wrong = {name: needed for name, needed in _requirements().items() if not _is_met(needed)}
     if wrong:

@@ -65,7 +65,7 @@ def models(
     pattern: Annotated[
         str | None,
         typer.Argument(
-            help=("Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'.")
+            help="Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'."
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -224,7 +224,7 @@ def fetch(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help=("Read all weights again, and compare them with the known hashes.")
+            "--verify", help="Read all weights again, and compare them with the known hashes."
         ),
     ] = False,
     as_json: JsonFlag = False,
@@ -259,10 +259,8 @@ def convert(
         str,
         typer.Argument(
             metavar="MODEL",
-            help=(
-                "Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin "
-                "weights."
-            ),
+            help="Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin "
+            "weights.",
             autocompletion=complete_model,
         ),
     ],
@@ -270,7 +268,7 @@ def convert(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=("Folder to write. Default: one where the model's name then finds it."),
+            help="Folder to write. Default: one where the model's name then finds it.",
         ),
     ] = None,
     revision: Revision = None,

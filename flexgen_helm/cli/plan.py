@@ -67,10 +67,8 @@ _Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help=(
-            "Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes are "
-            "needed."
-        ),
+        help="Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes "
+        "are needed.",
         autocompletion=complete_model,
     ),
 ]
@@ -83,15 +81,15 @@ _Hardware = Annotated[
         autocompletion=complete_hardware,
     ),
 ]
+_PromptLen = Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")]
+_GenLen = Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens to generate for each.")]
 _NumSeqs = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help=("Number of prompts. Default: so many that every block is full.")
-    ),
+    typer.Option(metavar="N", help="Number of prompts. Default: so many that every block is full."),
 ]
 _Stages = Annotated[
     int,
-    typer.Option(min=1, metavar="N", help=("Equal machines that share the layers as a pipeline.")),
+    typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline."),
 ]
 _ConfPaths = Annotated[
     list[Path] | None,
@@ -99,7 +97,7 @@ _ConfPaths = Annotated[
         "--conf-paths",
         "-c",
         metavar="FILE",
-        help=("Instead of lengths: a file of run entries, as of run."),
+        help="Instead of lengths: a file of run entries, as of run.",
     ),
 ]
 _RunEntries = Annotated[
@@ -118,7 +116,7 @@ _Instances = Annotated[
 ]
 _Suite = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help=("With -c: the suite whose prompts run --dry-run has made.")),
+    typer.Option(metavar="NAME", help="With -c: the suite whose prompts run --dry-run has made."),
 ]
 
 
@@ -126,12 +124,8 @@ def plan(
     engine: EngineOptions,
     named: _NamedModel = None,
     model: _Model = None,
-    prompt_len: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")
-    ] = None,
-    gen_len: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Tokens to generate for each.")
-    ] = None,
+    prompt_len: _PromptLen = None,
+    gen_len: _GenLen = None,
     num_seqs: _NumSeqs = None,
     hardware: _Hardware = "measured",
     stages: _Stages = 1,
@@ -159,27 +153,15 @@ def plan(
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
     model = model or named
-    lengths, suite_options = (
-        (prompt_len, gen_len, num_seqs),
-        (max_eval_instances, suite, until, hours),
+    has_lengths = any(value is not None for value in (prompt_len, gen_len, num_seqs))
+    has_suite_options = any(
+        value is not None for value in (max_eval_instances, suite, until, hours)
     )
-    has_lengths = any(value is not None for value in lengths)
-    has_suite_options = any(value is not None for value in suite_options)
     options = PlanOptions(engine, model or "", hardware, stages, as_json)
     if conf_paths or run_entries:
         from flexgen_helm.cli.plan_suite import SuiteOptions, print_suite
 
-        if has_lengths:
-            raise UsageError("run entries have their own lengths; leave out what is about lengths")
-        if model is None:
-            raise UsageError(
-                "plan needs --model; the models that the run entries name are not read"
-            )
-        for flag in ("policy", "schedule", "max_latency"):
-            if flag in engine:
-                raise UsageError(
-                    f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out"
-                )
+        _check_suite_flags(has_lengths, model is not None, engine)
         run_suite = SuiteOptions(
             conf_paths or (), run_entries or (), max_eval_instances, output_path, suite
         )
@@ -191,6 +173,19 @@ def plan(
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE")
     _plan_lengths(options, prompt_len, gen_len, num_seqs)
+
+
+def _check_suite_flags(has_lengths: bool, has_model: bool, engine: EngineOptions) -> None:
+    """Raise `UsageError` for flags that do not go with run entries."""
+    if has_lengths:
+        raise UsageError("run entries have their own lengths; leave out what is about lengths")
+    if not has_model:
+        raise UsageError("plan needs --model; the models that the run entries name are not read")
+    for flag in ("policy", "schedule", "max_latency"):
+        if flag in engine:
+            raise UsageError(
+                f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out"
+            )
 
 
 def _plan_lengths(
@@ -375,7 +370,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=("Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME."),
+            help="Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME.",
         ),
     ] = None,
 ) -> None:

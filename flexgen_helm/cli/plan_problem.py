@@ -221,7 +221,7 @@ def print_time(
         for name, found in plans.items()
         if found and name != precision
     ]
-    output().print(f"{about}{'; ' * bool(more)}{', '.join(more)}.", style="bold")
+    output().print("; ".join(filter(None, (about, ", ".join(more)))) + ".", style="bold")
 
 
 def range_text(expected: Expectation) -> str:

@@ -35,7 +35,8 @@ from flexgen_helm.engine.run import OnDrawn, OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.files import count
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
-from flexgen_helm.report.throughput import add_blocks, throughput
+from flexgen_helm.report.block_records import add_blocks
+from flexgen_helm.report.throughput import throughput
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult, Progress
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

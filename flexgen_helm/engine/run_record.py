@@ -31,7 +31,8 @@ from flexgen_helm.offload.transfer_stats import ExpertCounts
 from flexgen_helm.planner.expert_use import expected_experts, fitted_skew
 from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.report.throughput import throughput
+from flexgen_helm.report.versions import versions
 from flexgen_helm.tiers import TIERS, Fractions, Tier
 
 # Of what the record of a pipeline says for each rank.

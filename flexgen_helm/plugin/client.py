@@ -41,11 +41,11 @@ class FlexgenClient(Client):
             )
         context = get_context()
         try:
-            ours = convert.to_helm_request(request, self.model, context.models)
-            response = context.service.respond(self.model, ours, self.use_cache)
+            helm_request = convert.to_helm_request(request, self.model, context.models)
+            response = context.service.respond(self.model, helm_request, self.use_cache)
             encoder = context.models.encoder(self.model)
             return convert.to_request_result(
-                request, ours, response.result, response.is_cached, encoder
+                request, helm_request, response.result, response.is_cached, encoder
             )
         except NonRetriableException:
             raise

@@ -12,7 +12,6 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.cli import suite_lengths
 from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.suite_plan import suite_workload
@@ -224,9 +223,6 @@ def test_an_entry_finds_its_prompts_by_its_arguments(tmp_path):
         == done.parent / "scenario_state.json"
     )
     assert prompts_of("mmlu:subject=b", made) is None and prompts_of("gsm:stop=none", made) is None
-    from flexgen_helm.plugin.helm_patches import DRY_RUN_FOLDER
-
-    assert suite_lengths.DRY_RUN_FOLDER == DRY_RUN_FOLDER
 
 
 def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
