@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.checkpoint.names import PREFIX, resolve
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.console import print_json, read_input, say
 from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,

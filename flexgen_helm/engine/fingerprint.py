@@ -10,9 +10,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
+from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
+from flexgen_helm.checkpoint.local_files import quick_fingerprint
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.hardware.process_state import processor_kind, rank_of_process, why_no_cuda
