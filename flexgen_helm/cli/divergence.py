@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.checkpoint.names import PREFIX, resolve
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, ModelName, OutputPath
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, read_input, say

@@ -67,7 +67,7 @@ class PlanOptions:
         """The model's name in run entries, to which --precision adds its own; None for a path: HELM
         knows names.
         """
-        from flexgen_helm.checkpoint.names import PREFIX, split_precision
+        from flexgen_helm.checkpoint.suffixes import PREFIX, split_precision
 
         if Path(self.model).expanduser().exists():
             return None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.console import say
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object

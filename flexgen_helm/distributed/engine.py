@@ -21,7 +21,7 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.distributed.ray_cluster import RaySession, RayWorkers
 from flexgen_helm.distributed.worker import (
-    Answer,
+    Answered,
     DrawnAt,
     Expected,
     Failure,
@@ -126,7 +126,7 @@ class ClusterRun:
         """
         worker = self.records.setdefault(name, WorkerRecord(name))
         match event:
-            case Answer(index, result):
+            case Answered(index, result):
                 self.results[index] = result
                 worker.costs.append(result.cost)
                 if self._on_result is not None:

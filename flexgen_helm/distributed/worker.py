@@ -89,24 +89,24 @@ class UnitRecord:
     record: Mapping[str, Any]
 
 
-class Answer(NamedTuple):
+class Answered(NamedTuple):
     """The result of a request, by its index in the run."""
 
-    index: int
+    request_index: int
     result: GenerationResult
 
 
 class DrawnAt(NamedTuple):
-    """A token of a request that is not finished; index: of the request in the run."""
+    """A token of a request that is not finished; request_index: of it in the run."""
 
-    index: int
+    request_index: int
     completion: int
     step: int
     token: DrawnToken
 
 
 # What happens at a worker, and all that has happened since its last report.
-WorkerEvent = Answer | DrawnAt | Message | ProgressPhase | WorkerIdentity | UnitRecord | Failure
+WorkerEvent = Answered | DrawnAt | Message | ProgressPhase | WorkerIdentity | UnitRecord | Failure
 Report = Sequence[WorkerEvent]
 Outbox = SimpleQueue[WorkerEvent]
 
@@ -196,7 +196,7 @@ class Worker:
         indexes = list(requests)
         self._engine.run(
             list(requests.values()),
-            on_result=lambda i, result: outbox.put(Answer(indexes[i], result)),
+            on_result=lambda i, result: outbox.put(Answered(indexes[i], result)),
             should_stop=stop.is_set,
             on_drawn=lambda i, *drawn: outbox.put(DrawnAt(indexes[i], *drawn)),
         )

@@ -9,9 +9,10 @@ import json
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
+from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
+from flexgen_helm.checkpoint.local_files import quick_fingerprint
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.hardware.cuda_presence import why_no_cuda

@@ -45,7 +45,7 @@ class _Settings(NamedTuple):
         # The level itself cannot be read where a program has set the precision of one of them.
         precisions = (
             backends.cuda.matmul.fp32_precision,
-            backends.mkldnn.matmul.fp32_precision,
+            backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         )
         cuda = [attrgetter(f"{library}.{name}")(backends) for library, name, _ in _CUDA_SETTINGS]
         return cls(torch.get_default_dtype(), precisions, tuple(cuda))

@@ -4,8 +4,8 @@ A query attends to several segments: a shared prefix, its own past, its own prom
 gives a partial result, the output and the logarithm of the softmax's denominator. The merge weighs
 the outputs by those, which equals attention over the concatenation:
 
-    softmax([a, b]) [Va; Vb] = (e^la oa + e^lb ob) / (e^la + e^lb),   la = logsumexp(a), oa =
-    softmax(a) Va
+    softmax([a, b]) [Va; Vb] = (e^la oa + e^lb ob) / (e^la + e^lb)
+    la = logsumexp(a), oa = softmax(a) Va
 
 Shapes: T tokens, B sequences, Hq query heads, Hk key heads (Hq = G Hk), S keys, D elements of a
     head.

@@ -233,7 +233,7 @@ class ModelConfig(Identified, ABC):
         if it has none.
 
         (None, 1, 1): the first layer keeps a state instead, the last one shares the keys of the one
-            before.
+        before.
         """
         return tuple(range(self.layers_before, self.layers_before + self.num_layers))
 

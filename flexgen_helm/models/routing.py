@@ -3,12 +3,11 @@ expert.
 
 An expert is wanted once for all tokens of a pass, so that it is read once. So each batch runs in a
 coroutine of its own (a greenlet: the code of a module cannot be left otherwise) until it comes to
-    its experts, and waits there for the rest:
+its experts, and waits there for the rest:
 
     batch 0   attention, router |                        | sum, …
     batch 1                     attention, router |      |       sum, …
-    experts                                         0 1 2 …            each with its tokens of all
-    batches
+    experts                                         0 1 2 …    each with its tokens of all batches
 
 Shapes: T tokens of a batch, H hidden size, E experts of a layer, K experts of a token.
 """
@@ -121,8 +120,8 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
     Tokens are sorted by expert, so that an expert multiplies all of them in one product, of
     `_EXPERT_ROWS` at most:
 
-        sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert and
-        batch … T K
+        sorted   | tokens of expert 0 | of 1 |  | of 3 …
+        bounds   0 … first of each expert and batch … T K
 
     A token's results are added in the order of expert numbers, whatever else is in its batch.
 

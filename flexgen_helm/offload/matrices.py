@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.checkpoint.fetch import local_weights
 from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.checkpoint.local_files import local_weights
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.published import read_blocks

@@ -112,12 +112,12 @@ def shared_prefixes(
 class _Draw(NamedTuple):
     """Completions that continue one prompt.
 
-    first, count: index of the first, and how many.
+    first, num_completions: index of the first, and how many.
     known_ids: tokens that an interrupted run has drawn of the first.
     """
 
     first: int
-    count: int
+    num_completions: int
     known_ids: list[int]
 
 
@@ -163,7 +163,7 @@ def _prompt_sequence(
     """
     asked, start = request.request, sum(prefix.prompt_len for prefix in prefixes)
     tokens = [*request.tokens[start:], *draw.known_ids]
-    left = asked.max_tokens - len(draw.known_ids) if draw.count else 0
+    left = asked.max_tokens - len(draw.known_ids) if draw.num_completions else 0
     return Sequence(
         SequenceKind.PROMPT,
         (request,),
@@ -173,9 +173,9 @@ def _prompt_sequence(
         prefixes,
         # 1 where it branches: the last token is fed, but what follows it lives in continuations.
         max_new_tokens=1 if branches else left,
-        num_draws=draw.count,
+        num_draws=draw.num_completions,
         first_completion=draw.first,
-        num_continuations=draw.count if branches else 0,
+        num_continuations=draw.num_completions if branches else 0,
         continuation_tokens=asked.max_fed_tokens if branches else 0,
         needs_cache=left > 1,
         needs_scores=asked.echo_logprobs and is_first,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.distributed.board import Board, RequestUnit
 from flexgen_helm.distributed.engine import MAX_ATTEMPTS, ClusterRun
-from flexgen_helm.distributed.worker import Answer, Failure, UnitRecord
+from flexgen_helm.distributed.worker import Answered, Failure, UnitRecord
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 
 RESULT = GenerationResult((), [], None, Cost())
@@ -65,7 +65,7 @@ class Simulation:
             if index in self.poison:
                 end = LOST if index % 2 else Failure("poison")
                 break
-            self.run.receive(f"w{number}", number, Answer(index, RESULT))
+            self.run.receive(f"w{number}", number, Answered(index, RESULT))
         self.run.receive(f"w{number}", number, end)
 
     def finish(self) -> None:

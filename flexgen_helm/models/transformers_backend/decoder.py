@@ -71,10 +71,8 @@ class TransformersDecoder:
         # of most layers
         self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)
         self._state = TokenState(config)
-        self._table, self._layer_inputs = (
-            self._model.base.get_input_embeddings(),
-            self._model.layer_input_table,
-        )
+        self._table = self._model.base.get_input_embeddings()
+        self._layer_inputs = self._model.layer_input_table
         for table in (self._table, self._layer_inputs):
             if table is not None:  # padding is an id, and the rows of a batch are numbered anew
                 table.padding_idx = None

@@ -233,12 +233,10 @@ def _let_llama4_select(block: Any) -> None:
     all of them.
     """
     experts = block.experts
-    experts.is_transposed, experts.has_gate, experts.has_bias, experts.has_post_expert_norm = (
-        True,
-        True,
-        False,
-        False,
-    )
+    experts.is_transposed = True
+    experts.has_gate = True
+    experts.has_bias = False
+    experts.has_post_expert_norm = False
 
     def apply_gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -269,12 +267,12 @@ def adapt(module: Any) -> None:
 
     The context of a model with indexers ends where they would leave keys out (`read_config`).
     """
-    # None where an earlier layer's selection is used again
+    # `indexer` is None where a layer reuses an earlier layer's selection.
     if "indexer" in {*module._modules, *module.__dict__}:
         module._modules.pop("indexer", None)
         module.__dict__["indexer"] = _select_all
     if hasattr(module, "expand_kv") and module.kv_b_proj.bias is None:
         module.__dict__["flexgen_helm_latents"] = _Latents(module)
-    # computes experts outside of `transformers`' experts interface
+    # Llama 4 computes its experts without `transformers`' experts interface.
     if type(module).__name__ == "Llama4TextMoe":
         _let_llama4_select(module)
