@@ -79,7 +79,7 @@ def problem_for(
 ) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
-    from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+    from flexgen_helm.planner.plan import planning_problem, profile_for_device
     from flexgen_helm.planner.problem import MEASURED
     from flexgen_helm.planner.workload import Workload
 
@@ -99,15 +99,9 @@ def problem_for(
         )
     profile = profile_for(config, asked.hardware)
     machine = "this machine" if profile.name == MEASURED else profile.name
-    if config.device == "sim":
-        profile = simulated_gpu(profile, config.link_gb_s, config.disk_gb_s)
-    elif config.device.startswith("cpu"):
-        profile = replace(profile, gpu=None, link=None)
-    elif config.device.startswith("cuda") and profile.gpu is None:
-        raise UsageError(
-            f"device {config.device!r} was asked for and {machine} has no usable GPU; take "
-            "--device cpu"
-        )
+    profile = profile_for_device(
+        profile, config.device, config.link_gb_s, config.disk_gb_s, "take --device cpu"
+    )
     gpu_bytes = 0.0 if profile.gpu is None else profile.gpu.memory_bytes
     warn_of_limits_beyond(config.limits, gpu_bytes, profile.cpu.memory_bytes, machine)
     allowed = config.limits if gpu_bytes else replace(config.limits, gpu=None)

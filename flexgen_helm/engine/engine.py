@@ -405,7 +405,7 @@ class Engine:
             in_use: dict[str, int] = {
                 tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use
             }
-            event = replace(bare, memory_bytes=in_use, **reads.of(bare.num_passes))
+            event = replace(bare, memory_bytes=in_use, **reads.progress(bare.num_passes))
             report(event)
             if progress is not None:
                 progress(event)

@@ -27,7 +27,7 @@ from flexgen_helm.hardware.processor import processor_name
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
-from flexgen_helm.planner.plan import simulated_gpu
+from flexgen_helm.planner.plan import profile_for_device
 from flexgen_helm.planner.problem import MEASURED
 from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.tiers import Tier
@@ -244,15 +244,14 @@ class EngineProfile:
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:
         options = self._options
-        if options.device == "sim" or self._link is None:
-            profile = replace(profile, gpu=None, link=None)
-        if options.device == "sim":
-            profile = simulated_gpu(profile, options.link_gb_s, options.disk_gb_s)
-        if profile.gpu is None and self._link is not None:
-            raise UsageError(
-                f"the hardware {profile.name!r} has 0 GPUs and --device is cuda: run `flexgen-helm "
-                f"profile`, or name another with {HARDWARE_VARIABLE}"
-            )
+        found = "cpu" if self._link is None else "cuda"
+        profile = profile_for_device(
+            profile,
+            "sim" if options.device == "sim" else found,
+            options.link_gb_s,
+            options.disk_gb_s,
+            f"run `flexgen-helm profile`, or name another with {HARDWARE_VARIABLE}",
+        )
         # Limits follow from what is free now; a saved profile may have seen less.
         cpu, disk, gpu = profile.cpu, profile.disk, profile.gpu
         if gpu is not None:

@@ -229,64 +229,69 @@ class _PassCost:
         return times | parts
 
     def _compute_parts(self) -> dict[str, Affine]:
-        """Cost products (bound by operations or by reading the weights), conversions and
-        attention.
-        """
-        problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
-        processor, work = hardware.compute_processor, problem.compute_bytes
-        sequences, batches = self.sequences, self.batches
-        rate = problem.product_flops
-        batch_rows = self.tokens / batches
-        always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
-        expert_rows = problem.expert_rows(self.tokens / self._expert_batches)
-        expert_flops = problem.expert_flops_per_token
-        layers_s = (
-            (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
-        )
-        layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
-        # A position of each sequence passes the head, and those of a prompt whose log-probabilities
-        # are asked for.
-        heads_of_each = 1.0 + (problem.workload.mean_scored if self.prefill else 0.0)
-        heads, head_rows = (
-            sequences * heads_of_each,
-            min(sequences, self.batch_sequences) * heads_of_each,
-        )
-        head_s = config.head_flops_per_token * heads / rate.at(head_rows)
-        convert, read_bytes = 0.0, 0.0
-        head_format = problem.precision.format_of(EMBED_TABLE)
-        tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
-        used = self._expert_reads * problem.layer_expert_elements * config.num_layers
-        for elements, fmt, times in (
-            (always, problem.layer_format, batches),
-            (used, problem.layer_format, tiles),
-            (problem.head_elements, head_format, batches),
-        ):
-            converted, read = self._conversion_and_reading(elements, fmt, times)
-            convert += converted
-            read_bytes += times * read
-        reading_s = read_bytes / processor.memory_bytes_s
-        steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
-        steps *= config.num_layers
-        # an expert takes the interpreter as long as a layer
-        if config.experts is not None and hardware.gpu is None:
-            steps += tiles * used / config.expert_elements
-        between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
-        products = max(layers_s + head_s, reading_s)
-        products += steps * processor.step_s + config.num_layers * between_s
-
+        """Cost products, conversions and attention."""
+        config, hardware = self.problem.config, self.problem.hardware
+        products_s, convert_s = self._product_seconds()
         attention, host_attention = self._attention_seconds()
         slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
         # What was learnt may raise rates that a busy machine has shown, but no product is faster
         # than the fastest.
-        roofline_s = (
-            config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads
-        ) / rate.best
+        operations = config.linear_flops_per_token * self.tokens
+        operations += config.head_flops_per_token * self.sequences * self._heads_of_each
+        roofline_s = operations / self.problem.product_flops.best
         forms = {
-            "products": affine(max(products, roofline_s / slowdown)),
-            "convert": affine(convert),
+            "products": affine(max(products_s, roofline_s / slowdown)),
+            "convert": affine(convert_s),
+            "attention": attention,
+            "host_attention": host_attention,
         }
-        forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
+
+    @property
+    def _heads_of_each(self) -> float:
+        """Positions of a sequence that pass the head: one, and those of a prompt that is scored."""
+        return 1.0 + (self.problem.workload.mean_scored if self.prefill else 0.0)
+
+    def _product_seconds(self) -> tuple[float, float]:
+        """Return the seconds of products with what surrounds them, and of converting weights.
+
+        Products are bound by operations or by reading the weights.
+        """
+        problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
+        processor, batches, rate = hardware.compute_processor, self.batches, problem.product_flops
+        expert_rows = problem.expert_rows(self.tokens / self._expert_batches)
+        expert_flops = problem.expert_flops_per_token
+        layer_flops = (config.linear_flops_per_token - expert_flops) * self.tokens
+        layers_s = layer_flops / rate.at(self.tokens / batches)
+        layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
+        heads = self.sequences * self._heads_of_each
+        head_rows = min(self.sequences, self.batch_sequences) * self._heads_of_each
+        head_s = config.head_flops_per_token * heads / rate.at(head_rows)
+        always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
+        used = self._expert_reads * problem.layer_expert_elements * config.num_layers
+        tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
+        convert_s, read_bytes = 0.0, 0.0
+        for elements, fmt, products in (
+            (always, problem.layer_format, batches),
+            (used, problem.layer_format, tiles),
+            (problem.head_elements, problem.precision.format_of(EMBED_TABLE), batches),
+        ):
+            converted_s, product_bytes = self._conversion_and_reading(elements, fmt, products)
+            convert_s += converted_s
+            read_bytes += products * product_bytes
+        products_s = max(layers_s + head_s, read_bytes / processor.memory_bytes_s)
+        steps = (
+            batches
+            if self.prefill
+            else problem.decode_steps(batches, self.sequences, self.resident)
+        )
+        steps *= config.num_layers
+        # an expert takes the interpreter as long as a layer
+        if config.experts is not None and hardware.gpu is None:
+            steps += tiles * used / config.expert_elements
+        between_bytes = self.tokens * problem.between_elements * problem.compute_bytes
+        between_s = between_bytes / processor.layer_bytes_s
+        return products_s + (steps * processor.step_s + config.num_layers * between_s), convert_s
 
     def _attention_seconds(self) -> tuple[Affine, Affine]:
         """Return the seconds of attention on the compute device, and on a host beside it."""
@@ -317,11 +322,8 @@ class _PassCost:
         products: with each weight in the pass. A CPU multiplies few rows by packed weights as they
             are, which takes as long as dequantizing.
         """
-        problem, processor, work = (
-            self.problem,
-            self.problem.hardware.compute_processor,
-            self.problem.compute_bytes,
-        )
+        problem, work = self.problem, self.problem.compute_bytes
+        processor = problem.hardware.compute_processor
         conversions = problem.conversions(products) if self.converts else 0.0
         if isinstance(fmt, BlockFormat) and problem.multiplies_as_stored:
             return 0.0, elements * fmt.block_bytes / fmt.block_values
@@ -412,11 +414,8 @@ class _PassCost:
         always = problem.layer_bytes - problem.layer_expert_bytes
         if self.reads is not None:
             reads = self.reads[tier]
-            layer_bytes, expert_bytes, head_bytes = (
-                reads.layer_bytes,
-                reads.expert_bytes,
-                reads.head_bytes,
-            )
+            layer_bytes, head_bytes = reads.layer_bytes, reads.head_bytes
+            expert_bytes = reads.expert_bytes
         elif problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
             layer_bytes, expert_bytes, head_bytes = 0.0, float(problem.stored_bytes), 0.0
         else:

@@ -55,6 +55,31 @@ def simulated_gpu(
     return replace(hardware, gpu=hardware.cpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu), disk=disk)
 
 
+def profile_for_device(
+    profile: HardwareProfile,
+    device: str,
+    link_gb_s: tuple[float, float] | None,
+    disk_gb_s: tuple[float, float] | None,
+    remedy: str,
+) -> HardwareProfile:
+    """Return a machine's profile as a device has it: 'cpu', 'cuda', 'sim', or 'auto' for what is
+    there.
+
+    link_gb_s, disk_gb_s: see `simulated_gpu`.
+
+    Raises `UsageError`, with a remedy, for 'cuda' on a machine without a gpu.
+    """
+    if device == "sim":
+        return simulated_gpu(profile, link_gb_s, disk_gb_s)
+    if device.startswith("cpu"):
+        return replace(profile, gpu=None, link=None)
+    if device.startswith("cuda") and profile.gpu is None:
+        raise UsageError(
+            f"the hardware {profile.name!r} has 0 GPUs and --device is {device}: {remedy}"
+        )
+    return profile
+
+
 def planning_problem(
     config: ModelConfig,
     hardware: HardwareProfile,

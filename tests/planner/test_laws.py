@@ -87,14 +87,17 @@ def test_scoring_is_planned_wherever_one_sequence_fits(machine):
     assert any([check_scoring(model, machine) for model in ("opt-125m", names[-1], some)])
 
 
-def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
+def test_a_pass_that_cannot_hold_all_is_refused_with_the_bytes_of_all():
+    """Where a schedule in blocks fits; the advice is enough."""
     problem = problem_of("opt-30b", "t4", (600, 1, 5100), limits=MemoryLimits(cpu=80 * GIB, disk=0))
     with pytest.raises(
-        MemoryLimitError, match=(r"prefill-only has 5,100 sequences.*leave --schedule out")
+        MemoryLimitError, match="on disk, --disk allows 0 B; raise --disk"
     ) as refused:
         search(problem, (PREFILL_ONLY,))
-    assert "one sequence" not in str(refused.value)
     assert search(problem).schedule == ZIGZAG
+    needed = int(str(refused.value).partition(" bytes)")[0].rpartition("(")[2].replace(",", ""))
+    enough = replace(problem, limits={**problem.limits, "disk": 1.1 * needed})
+    assert search(enough, (PREFILL_ONLY,)).schedule == PREFILL_ONLY
 
 
 # --- Latency ---

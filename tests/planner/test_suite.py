@@ -94,5 +94,5 @@ def test_sequences_are_added_up():
     assert suite_workload(entries) == Workload(((4, 2, 4), (5, 1, 1)), 36, 3)
     longer = Workload(((4, 2, 1), (4, 3, 2), (4, 8, 1), (5, 1, 1)), 36, 3)
     assert suite_workload(entries, 4.0) == longer, "as long as they may be"
-    assert suite_workload(entries, 0.1).output == 1
+    assert suite_workload(entries, 0.1).mean_output == 1
     assert suite_workload(entries, math.inf).longest == 13
