@@ -139,15 +139,22 @@ def divergence(
         with Engine.from_config(model, models[0].options) as loaded:
             return say_perplexity(score(loaded, by_entry[""]), as_json)
     divergences = _divergences(models, by_entry, files[0][0], by_layer, prints=not as_json)
-    if as_json and suite is not None:
-        entries = [
-            {"entry": entry, "precisions": [*map(asdict, of_entry)]}
-            for entry, of_entry in divergences.items()
-        ]
-        _print_json({"model": model, "suite": suite, "entries": entries})
-    elif as_json:
-        precisions = [*map(asdict, divergences[""])]
-        _print_json({"model": model, "text": str(text), "window": window, "precisions": precisions})
+    if as_json:
+        subject: dict[str, Any] = {"model": model}
+        subject |= {"text": str(text), "window": window} if suite is None else {"suite": suite}
+        _print_divergences(subject, divergences)
+
+
+def _print_divergences(
+    subject: Mapping[str, Any], divergences: Mapping[str, Sequence[Divergence]]
+) -> None:
+    """Print divergences as JSON; subject: of what they are. Those of a text have the entry ""."""
+    precisions = {entry: [*map(asdict, of_entry)] for entry, of_entry in divergences.items()}
+    if "" in precisions:
+        _print_json({**subject, "precisions": precisions[""]})
+    else:
+        entries = [{"entry": entry, "precisions": rows} for entry, rows in precisions.items()]
+        _print_json({**subject, "entries": entries})
 
 
 def _check_suite_flags(text_flags: Mapping[str, object], models: Sequence[ComparedModel]) -> None:
