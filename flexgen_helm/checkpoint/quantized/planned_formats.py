@@ -48,7 +48,7 @@ def _formats_of_stage(
 
 
 def _is_ignored(name: str, ignored: Iterable[str]) -> bool:
-    """Whether a matrix is named by entries of compressed-tensors' `ignore`; 're:' begins a pattern."""
+    """Whether entries of compressed-tensors' `ignore` name a matrix; 're:' begins a pattern."""
     module = f"model.{name.replace('.attn.', '.self_attn.').removesuffix('.weight')}"
     return any(
         re.match(entry[3:], module) if entry.startswith("re:") else entry == module

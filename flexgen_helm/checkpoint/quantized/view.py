@@ -103,8 +103,8 @@ def logical_tensors(
     if quantization is None:
         return {name: plain_tensor(tensor) for name, tensor in stored.items()}
     read_set = _READERS[quantization.method]
-    found = (read_set(QuantizedGroup(first, stored, quantization)) for first in stored.values())
-    quantized = [tensor for tensor in found if tensor is not None]
+    groups = (QuantizedGroup(first, stored, quantization) for first in stored.values())
+    quantized = [tensor for tensor in map(read_set, groups) if tensor is not None]
     parts = {part.name for tensor in quantized for part in tensor.parts}
     plain = [
         plain_tensor(t)
@@ -162,7 +162,7 @@ def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTenso
         raise CheckpointError(
             f"{title_of(parts)}: a quantized tensor needs two dimensions, not {list(shape)}"
         )
-    grid, (same_rows, shared) = _grid(scaling, shape, title_of(parts))
+    grid, (rows_per_scale, shared) = _grid(scaling, shape, title_of(parts))
     (*leading, rows, width), kind = shape, "F8_E8M0" if scale.dtype == "U8" else scale.dtype
     options = {"has_zero": zero_point is not None, "is_divided": divisor is not None}
     fmt = scaled_format(
@@ -173,22 +173,27 @@ def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTenso
             f"{title_of(parts)}: nothing here reads {codes.dtype} with a scale for {shared} values"
         )
     size, scales = SCALE_BYTES[kind], max(1, fmt.block_values // shared)
-    # All matrices of a stack have the same scales, or each its own.
-    at_row = (
-        same_rows,
-        max(1, shared // fmt.block_values),
-        rows,
-        grid[-2] if prod(grid[:-2]) > 1 else 0,
+    scale_plane = StoredPlane(
+        scale.file,
+        scale.offset,
+        row_bytes=grid[-1] * size,
+        block_bytes=scales * size,
+        rows_per_entry=rows_per_scale,
+        blocks_per_entry=max(1, shared // fmt.block_values),
+        matrix_rows=rows,
+        # The matrices of a stack have scales each, or all have the same ones.
+        stored_rows_per_matrix=grid[-2] if prod(grid[:-2]) > 1 else 0,
     )
-    planes = [StoredPlane(scale.file, scale.offset, grid[-1] * size, scales * size, *at_row)]
+    planes = [scale_plane]
+    if divisor is not None:  # one entry for all blocks
+        divisor_plane = StoredPlane(
+            divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0
+        )
+        planes = [divisor_plane, scale_plane]
     if zero_point is not None:
-        planes.append(StoredPlane(zero_point.file, zero_point.offset, grid[-1], scales, *at_row))
-    if divisor is not None:
-        planes.insert(
-            0,
-            StoredPlane(
-                divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0
-            ),
+        file, offset = zero_point.file, zero_point.offset
+        planes.append(
+            replace(scale_plane, file=file, offset=offset, row_bytes=grid[-1], block_bytes=scales)
         )
     row_bytes = codes.size // max(1, prod(leading) * rows)
     planes.append(StoredPlane(codes.file, codes.offset, row_bytes, fmt.code_bytes))
@@ -360,7 +365,7 @@ def _grouped(
             _scaled(group, name, _Scaling(scale, (1, size), kind=kind, shape=shape)), parts=parts
         )
     return replace(
-        tensor, published=PublishedTensor(fmt, lay_out=lambda: _laid_out(fmt, size, read()))
+        tensor, published=PublishedTensor(fmt, open_rows=lambda: _rows_of_blocks(fmt, size, read()))
     )
 
 
@@ -388,7 +393,7 @@ def _indexed(
     return rows
 
 
-def _laid_out(fmt: BlockFormat, size: int, parts: _Parts) -> FillRows:
+def _rows_of_blocks(fmt: BlockFormat, size: int, parts: _Parts) -> FillRows:
     """Return what makes rows of blocks of what has been read; size: of a group."""
     words, zeros, scales = parts
 
@@ -638,12 +643,12 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
             absmax.offset,
             inputs // block * 4,
             4,
-            same_blocks=block // fmt.block_values,
+            blocks_per_entry=block // fmt.block_values,
         )
         code_plane = StoredPlane(codes.file, codes.offset, inputs // 2, fmt.code_bytes)
         return replace(tensor, published=PublishedTensor(fmt, (scales, code_plane)))
 
-    def lay_out() -> FillRows:
+    def open_rows() -> FillRows:
         scales = read_all(absmax)
         if nested:
             nested_table, nested_scale = (read_all(part) for part in nested)
@@ -663,7 +668,7 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
 
         return fill
 
-    return replace(tensor, published=PublishedTensor(fmt, lay_out=lay_out))
+    return replace(tensor, published=PublishedTensor(fmt, open_rows=open_rows))
 
 
 _READERS: Mapping[str, Callable[[QuantizedGroup], LogicalTensor | None]] = {
