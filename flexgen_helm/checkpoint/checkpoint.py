@@ -17,7 +17,7 @@ from itertools import zip_longest
 from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,13 @@ _SAFE_NORM = 2.0**-15
 _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
 
 
+class StoredMatrix(NamedTuple):
+    """Where files have a matrix; parts: their rows, in order. transposed: they are [in, out]."""
+
+    parts: list[tuple[LogicalTensor, range]]
+    transposed: bool
+
+
 class Checkpoint(ABC):
     """Weights of one model. Opening reads headers only; each tensor is read, checked and rounded on
     request.
@@ -54,8 +61,8 @@ class Checkpoint(ABC):
     No file stays open, and reads from several threads do not disturb each other.
 
     config: sizes and features of the model.
-    formats, gathers: of the matrices that rest as published, by name, which `packed_tiles` reads;
-        whether from several places each.
+    formats: of the matrices that rest as published, by name, which `packed_tiles` reads.
+    rows_are_gathered: rows of a matrix are read from several places of the files.
     storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16
         for float32 and GGUF weights. Weights that another tool quantized have the type of their
         scales.
@@ -76,7 +83,7 @@ class Checkpoint(ABC):
     config: ModelConfig
     config_content: Mapping[str, Any] | None = None
     formats: Mapping[str, BlockFormat] = MappingProxyType({})
-    gathers: bool = False
+    rows_are_gathered: bool = False
     storage_dtype: torch.dtype
     rounded: Mapping[str, float] = MappingProxyType({})
     tokenizer_path: Path | None
@@ -138,7 +145,7 @@ class Checkpoint(ABC):
         """Read tiles to memory of their rows [count, row bytes]."""
         width, fmt, title = self.shapes[name][1], self.formats[name], self._title(name)
         done = 0
-        for stored, rows in self._stored(name)[0]:
+        for stored, rows in self._stored_matrix(name).parts:
             assert stored.published is not None
             fill = filler(stored.published, title)
 
@@ -160,22 +167,18 @@ class Checkpoint(ABC):
             )
             done += len(rows)
 
-    def _stored(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
-        """Return the rows of files that are a matrix, and whether they are [in, out]; none of dummy
-        weights.
-        """
+    def _stored_matrix(self, name: str) -> StoredMatrix:
+        """Return where files have a matrix; dummy weights have no parts."""
         tensor = self._tensors.get(name)
-        return (
-            ([], False)
-            if tensor is None
-            else ([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
-        )
+        if tensor is None:
+            return StoredMatrix([], False)
+        return StoredMatrix([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
 
     def _published_formats(self) -> dict[str, BlockFormat]:
         """Return the formats of the matrices that rest as published."""
-        found = {}
+        by_name = {}
         for name in (name for name, shape in self.shapes.items() if len(shape) == 2):
-            parts, transposed = self._stored(name)
+            parts, transposed = self._stored_matrix(name)
             formats = {
                 published.fmt
                 if (published := stored.published) and published.transposed == transposed
@@ -184,14 +187,14 @@ class Checkpoint(ABC):
             }
             fmt = formats.pop() if len(formats) == 1 else None
             if fmt is not None and fmt.has_loop:
-                found[name] = fmt
-        return found
+                by_name[name] = fmt
+        return by_name
 
     def stored_rows(self, name: str) -> Sequence[StoredRows]:
         """Return where files have the rows of a matrix as it rests, in order; none where they have
         another type.
         """
-        parts, transposed = self._stored(name)
+        parts, transposed = self._stored_matrix(name)
         if name in self.formats:
             return [
                 StoredRows(rows, p.planes)
@@ -218,23 +221,23 @@ class Checkpoint(ABC):
         """Stored type -> bytes of quantized matrices that do not rest as published: in files, and
         in 16 bits.
         """
-        found: dict[str, tuple[int, int]] = {}
+        bytes_of: dict[str, tuple[int, int]] = {}
         for name in (
             name
             for name, shape in self.shapes.items()
             if len(shape) == 2 and name not in self.formats
         ):
-            parts, _ = self._stored(name)
+            parts = self._stored_matrix(name).parts
             elements = prod(self.shapes[name]) // max(1, len(parts))
             for stored, _ in parts:
                 if not stored.is_plain:
                     kind, size = stored.parts[0].dtype, sum(part.size for part in stored.parts)
-                    in_files, in_16_bits = found.get(kind, (0, 0))
-                    found[kind] = (
+                    in_files, in_16_bits = bytes_of.get(kind, (0, 0))
+                    bytes_of[kind] = (
                         in_files + size * elements // prod(stored.shape),
                         in_16_bits + 2 * elements,
                     )
-        return found
+        return bytes_of
 
     def order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in

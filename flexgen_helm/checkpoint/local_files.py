@@ -1,4 +1,4 @@
-"""A model's files on this machine: which, where they are from, what they hold. No torch."""
+"""A model's files on this machine: which they are, where from, and what they hold. No torch."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class OpenedModel:
 
     @cached_property
     def published(self) -> PublishedFormats:
-        return PublishedFormats(self.checkpoint.formats, self.checkpoint.gathers)
+        return PublishedFormats(self.checkpoint.formats, self.checkpoint.rows_are_gathered)
 
     @property
     def precision(self) -> Precision:

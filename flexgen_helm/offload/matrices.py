@@ -75,7 +75,7 @@ def bytes_at_rest(
         return 0
     checkpoint = open_checkpoint(model, weights=weights, seed=seed)
     precision = replace(
-        precision, published=PublishedFormats(checkpoint.formats, checkpoint.gathers)
+        precision, published=PublishedFormats(checkpoint.formats, checkpoint.rows_are_gathered)
     )
     sizes = StorageSizes(checkpoint.config, precision).matrices
     return WeightsAtRest(checkpoint, precision, folder).num_bytes(sizes, with_written)

@@ -51,7 +51,7 @@ def read_gemma2(config: Config, architecture: str = "gemma2", **features: Any) -
         attn_softcap=config.get("attn_logit_softcapping", 50.0),
         final_softcap=config.get("final_logit_softcapping", 30.0),
     )
-    return llama.read_config(config, architecture, **{**gemma, **features})
+    return llama.read_llama(config, architecture, **{**gemma, **features})
 
 
 def _of_gguf(config: Config, layers_of_27b: int) -> Config:
