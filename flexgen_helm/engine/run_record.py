@@ -85,8 +85,17 @@ class EngineIdentity:
             "compute_dtype": str(dtype).removeprefix("torch."),
             "compute_dtype_reason": reason,
         }
-        known = load_s, experts, is_proved, entries, hardware
-        return cls(model.name, device, dtype, weight_dtype, *known)
+        return cls(
+            model=model.name,
+            device=device,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            load_s=load_s,
+            experts=experts,
+            is_proved=is_proved,
+            entries=entries,
+            hardware=hardware,
+        )
 
 
 def run_record(
