@@ -45,8 +45,6 @@ class EngineIdentity:
     weight_dtype: of matrices in 16 bits; that of products where they are packed.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
-    is_proved: a small model of this kind equals `transformers` here; None where nothing was
-        compared.
     entries, hardware: what the record, and its `hardware`, say of the model and its device.
     """
 
@@ -56,7 +54,6 @@ class EngineIdentity:
     weight_dtype: torch.dtype
     load_s: float
     experts: MoEConfig | None
-    is_proved: bool | None
     entries: Mapping[str, Any]
     hardware: Mapping[str, Any]
 
@@ -64,7 +61,7 @@ class EngineIdentity:
     def of(
         cls, model: OpenedModel, experts: MoEConfig | None, is_proved: bool | None, load_s: float
     ) -> EngineIdentity:
-        """Describe a model whose weights are loaded."""
+        """Describe a model whose weights are loaded; is_proved: as of `Engine`."""
         checkpoint, generation = model.checkpoint, model.generation
         device, dtype = model.device, model.dtype
         weight_dtype = checkpoint.storage_dtype if model.precision.weights is None else dtype
@@ -92,7 +89,6 @@ class EngineIdentity:
             weight_dtype=weight_dtype,
             load_s=load_s,
             experts=experts,
-            is_proved=is_proved,
             entries=entries,
             hardware=hardware,
         )
