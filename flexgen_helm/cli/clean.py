@@ -17,8 +17,8 @@ import psutil
 import typer
 
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.console import output, print_json, print_rows, say
-from flexgen_helm.cli.engine_flags import JsonFlag
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count, size
 from flexgen_helm.locks import InUseError, locked

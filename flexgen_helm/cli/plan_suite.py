@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, seconds_left
 from flexgen_helm.cli.console import output, print_command, print_json, print_rows, print_table
-from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, seconds_left, to_arguments
+from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.cli.plan_problem import (
     PlanOptions,
     print_stored_type,

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
-from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import (
+from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
     RayAddress,
     RayCores,
     RayWorkers,
     UntilTime,
-    check_engine_flags,
     ray_session,
     seconds_left,
 )
+from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
 from flexgen_helm.cli.report import check_margin, print_page
 from flexgen_helm.cli.screen import Screen

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexgen_helm.cli.arguments import ModelName
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import ModelName, check_engine_flags, refuse_twice
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.screen import Screen
+from flexgen_helm.cli.typer_commands import refuse_twice
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.files import count, spelled_duration
@@ -210,7 +212,7 @@ def lm_eval(context: typer.Context) -> None:
         if word.startswith("-") and not word[1:2].isdigit()
     ]
     refuse_twice(name for name in names if not name.endswith(_JOINED))
-    from flexgen_helm.harnesses.lm_eval import run_command
+    from flexgen_helm.harnesses.lm_eval_command import run_command
 
     try:
         run_command(context.args)

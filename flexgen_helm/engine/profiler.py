@@ -185,10 +185,9 @@ class _MeasuredLayer:
     def take(self, weights: _LayerWeights, tokens: int) -> None:
         """Take one token that attends to a cache, or a prompt, through the layer."""
         hidden = torch.zeros(tokens, self.config.hidden_size, **self._like)
-        batch = LayerBatch(
-            hidden, self._rotary[tokens], self._attend_cache if tokens == 1 else self._store
-        )
-        (out,) = self._decoder.layer(weights, 0, [batch])  # type: ignore[arg-type]
+        attend: Any = self._attend_cache if tokens == 1 else self._store
+        batch = LayerBatch(hidden, self._rotary[tokens], attend)
+        (out,) = self._decoder.layer(weights, 0, [batch])
         out.sum(-1)
 
     def multiply(self, weights: _LayerWeights) -> None:

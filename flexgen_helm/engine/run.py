@@ -32,7 +32,8 @@ from flexgen_helm.tiers import MEMORY_ADVICE
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 
 OnResult = Callable[[int, GenerationResult], None]
-OnDrawn = Callable[[int, int, int, DrawnToken], None]
+# Returns the seconds that drawn tokens wait to be stored, None if they are not.
+OnDrawn = Callable[[int, int, int, DrawnToken], float | None]
 # Seconds between two reports of progress in the middle of a batch.
 _REPORT_EVERY_S = 0.1
 
@@ -55,6 +56,7 @@ class ResultCollector:
         self._num_finished = 0
         self._reported_at = 0.0
         self.at = (0, 0, 0)  # pass, layer, and of how many
+        self._keep_s: float | None = KEEP_EVERY_S if on_drawn is not None else None
         self._pass_began = self._longest_pass_s = self._restart_s = 0.0
         self.runs: list[Run] = []
 
@@ -77,15 +79,15 @@ class ResultCollector:
         self._restart_s = sum(run.restart_s for run in self.runs)
 
     def _stop_s(self, now: float) -> float:
-        if self._on_drawn is None:
+        if self._keep_s is None:
             return 0.0
-        return KEEP_EVERY_S + max(self._longest_pass_s, now - self._pass_began) + self._restart_s
+        return self._keep_s + max(self._longest_pass_s, now - self._pass_began) + self._restart_s
 
     def note(self, request: Request, completion: int, step: int, drawn: DrawnToken) -> None:
         """Report a token of a request that has not ended."""
         if self._on_drawn is not None:
             for index in request.indices:
-                self._on_drawn(index, completion, step, drawn)
+                self._keep_s = self._on_drawn(index, completion, step, drawn)
 
     def results(self) -> list[GenerationResult]:
         """Return all results, in the order of the requests."""
