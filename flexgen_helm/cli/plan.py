@@ -23,6 +23,7 @@ from flexgen_helm.cli.engine_flags import (
     DEFAULT_OUTPUT,
     Hours,
     JsonFlag,
+    ModelName,
     OutFile,
     OutputPath,
     UntilTime,
@@ -60,9 +61,6 @@ _NOTABLE_SHARE = 0.02
 _RUN_ENTRY = "simple_mcqa:model="
 
 
-_NamedModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="As --model.", autocompletion=complete_model)
-]
 _Model = Annotated[
     str | None,
     typer.Option(
@@ -125,7 +123,7 @@ _Suite = Annotated[
 
 def plan(
     engine: EngineOptions,
-    named: _NamedModel = None,
+    named: ModelName = "",
     model: _Model = None,
     prompt_len: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")
@@ -159,7 +157,7 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
-    model = model or named
+    model = model or named or None
     lengths, of_suite = (prompt_len, gen_len, num_seqs), (max_eval_instances, suite, until, hours)
     asked = PlanOptions(engine, model or "", hardware, stages, as_json)
     if conf_paths or run_entries:
