@@ -268,10 +268,8 @@ class Checkpoint(ABC):
         """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as
         they are read.
         """
-        self.as_float16, self.storage_dtype = (
-            as_float16,
-            torch.float16 if as_float16 else torch.bfloat16,
-        )
+        self.as_float16 = as_float16
+        self.storage_dtype = torch.float16 if as_float16 else torch.bfloat16
 
     def tensor(self, name: str, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
         """Read one tensor: on the CPU, contiguous, each value rounded once from the source.
@@ -349,10 +347,8 @@ class Checkpoint(ABC):
                 f"{self._title(name)} contains a value that is not finite; fetch the model again"
             )
         if not extremes.to(self._computed_dtype(name)).isfinite().all():
-            largest, dtype = (
-                float(extremes.abs().max()),
-                str(self._computed_dtype(name)).removeprefix("torch."),
-            )
+            largest = float(extremes.abs().max())
+            dtype = str(self._computed_dtype(name)).removeprefix("torch.")
             wrong = f"{self._title(name)} contains {largest:g}, too large for {dtype}"
             raise (
                 Float16Error(wrong)

@@ -52,10 +52,8 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
-        name, kind = (
-            str(header.metadata.get("general.architecture")),
-            header.metadata.get("general.type", "model"),
-        )
+        name = str(header.metadata.get("general.architecture"))
+        kind = header.metadata.get("general.type", "model")
         if kind != "model":
             raise UnsupportedArchitectureError(
                 f"{path} is no language model but of the kind {kind!r} ({name}); name the model's "

@@ -126,10 +126,8 @@ class StateDictReader:
         for conversion in conversions:
             self._conversions |= dict.fromkeys(self._converted_keys(conversion, state), conversion)
         self._stored_key = self._resolve_tied(state)
-        ignored, buffers = (
-            _any_of(model._keys_to_ignore_on_load_unexpected),
-            dict(model.named_buffers()),
-        )
+        ignored = _any_of(model._keys_to_ignore_on_load_unexpected)
+        buffers = dict(model.named_buffers())
         irrelevant = {
             name
             for key, name in unused.items()

@@ -191,11 +191,9 @@ def _plan_lengths(asked: PlanOptions, prompt_len: int, gen_len: int, num_seqs: i
     problem = problem_for(asked, prompt_len, gen_len, num_seqs)
     from flexgen_helm.planner.plan import make_plan, search_precisions
 
-    policy, schedule, max_latency = (
-        asked.config.fixed_policy,
-        asked.config.fixed_schedule,
-        asked.config.max_latency,
-    )
+    policy = asked.config.fixed_policy
+    schedule = asked.config.fixed_schedule
+    max_latency = asked.config.max_latency
     made = make_plan(problem, policy=policy, schedule=schedule, max_latency=max_latency)
     command = _run_command(asked, made)
     by_precision = search_precisions(made, schedule, max_latency) if asked.compares else {}

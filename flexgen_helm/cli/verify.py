@@ -205,10 +205,8 @@ def _say(
             )
         )
     else:
-        is_wrong, is_partial = (
-            different or (scores and scores.differences),
-            scores and scores.unchecked,
-        )
+        is_wrong = different or (scores and scores.differences)
+        is_partial = scores and scores.unchecked
         verdict = (
             "failed" if is_wrong else "passed, as far as it was checked" if is_partial else "passed"
         )

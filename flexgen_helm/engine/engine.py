@@ -333,7 +333,7 @@ class Engine:
             otherwise it fails.
 
         A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one
-            `run`.
+        `run`.
         """
         return score_pairs(self, pairs, truncate)
 

@@ -123,7 +123,7 @@ def fingerprint_before_loading(
     """Return the fingerprint of the engine that would be loaded, without its weights.
 
     None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a
-        pipeline.
+    pipeline.
     """
     if rank_of_process() is not None or compute_device(options.device).type != "cpu":
         return None

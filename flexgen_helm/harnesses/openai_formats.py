@@ -2,9 +2,8 @@
 body. No torch.
 
     parse_body(url, body)                    check every field; what is not known is refused by name
-    to_requests(asked, encoder, chat, …)     prompts and messages as token ids, one request for each
-    prompt to_body(asked, prompts, results, …)      choices with text or message, log-probabilities,
-    usage
+    to_requests(asked, encoder, chat, …)     prompts and messages as ids, one request a prompt
+    to_body(asked, prompts, results, …)      choices with text or message, log-probabilities, usage
 
 What makes an answer random is in the request alone: `seed`, or where it is left out a text that the
 caller gives.

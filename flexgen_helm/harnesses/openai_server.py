@@ -1,7 +1,7 @@
 """OpenAI's API for one model, over HTTP. This module alone imports starlette and uvicorn.
 
-    POST /v1/completions, /v1/chat/completions    body -> requests of ours (`openai_formats`) ->
-    results -> body GET  /v1/models, /v1/models/NAME, /health
+    POST /v1/completions, /v1/chat/completions    body -> requests -> results -> body
+    GET  /v1/models, /v1/models/NAME, /health
 
 A request passes two gates before it is computed: who asks (key, Host, Origin), and how much (bytes
 of its body, and completions). What is admitted is gathered by the service with the rest, computed

@@ -5,8 +5,8 @@ Once block shape and schedule are fixed, everything is linear in the nine placem
 cost is an affine form (`planner.problem`), and one set of equations serves the prediction for a
 policy and the search's linear program:
 
-    pass = e max(resources, channels) + (1 - e) sum(resources)          block = prefill pass + (n -
-    1) decode passes
+    pass  = e max(resources, channels) + (1 - e) sum(resources)
+    block = prefill pass + (n - 1) decode passes
 
 The resources are computing, link in, link out, disk read and disk write. The channels are link and
 disk with both directions together. e is the share of overlap (0 without).

@@ -184,10 +184,8 @@ class Plan:
     @property
     def block_sequences(self) -> int:
         """Sequences that are computed together."""
-        block_size, num_sequences = (
-            self.solution.policy.block_size,
-            self.problem.workload.num_sequences,
-        )
+        block_size = self.solution.policy.block_size
+        num_sequences = self.problem.workload.num_sequences
         if self.problem.endless:
             return block_size
         return (

@@ -277,7 +277,7 @@ def _solve(
     if there is room.
 
     Where experts are streamed: in few passes over the prompts, and in more, which leave room to
-        weights and cache.
+    weights and cache.
     fixed: a policy whose weights are loaded already.
     """
     tier = problem.compute_tier

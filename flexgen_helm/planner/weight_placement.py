@@ -191,7 +191,7 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
 
     A search has room for the requests that it assumes, in sizes that whole matrices exceed. A few
     experts give way, too: they save less of a reading than the hidden states that have their
-        memory.
+    memory.
     """
     staging, total = staging_sizes(model, machine.compute_limit), model.matrix_bytes
     beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes

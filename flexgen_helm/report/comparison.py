@@ -323,10 +323,8 @@ class ModelComparison:
         base = self.base
         if not self.inconclusive or base.folder is None:
             return ""
-        suite, original = (
-            base.folder.parent.name,
-            original_of(base.model) or original_of(str(base.run.get("origin"))),
-        )
+        suite = base.folder.parent.name
+        original = original_of(base.model) or original_of(str(base.run.get("origin")))
         if full := [label for (_, label), pair in self.pairs.items() if pair.run.is_full_precision]:
             best = [*closest(original or base.label, full), *full]
             return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"
