@@ -26,7 +26,7 @@ import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from inspect import signature
 from io import StringIO
@@ -170,7 +170,8 @@ def run_command(arguments: Sequence[str]) -> None:
             _engine_options(given.get("arguments", {}))
     if folder := getattr(parsed, "include_path", None):
         for file in Path(folder).rglob("*.yaml"):
-            file.open().close()  # the harness leaves out what it cannot read
+            with suppress(FileNotFoundError):  # a link to nothing, as editors make
+                file.open().close()  # the harness leaves out what it cannot read
     refuse = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
     logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
     try:
