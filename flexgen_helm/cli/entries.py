@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, OutputPath
 from flexgen_helm.cli.console import output, print_json, print_rows
-from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, JsonFlag, OutputPath
 from flexgen_helm.cli.models import say_example
 from flexgen_helm.errors import UsageError
 

@@ -134,7 +134,7 @@ def test_an_interruption_says_how_to_go_on(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flexgen_helm.harnesses.lm_eval.run_command", interrupted)
+    monkeypatch.setattr("flexgen_helm.harnesses.lm_eval_command.run_command", interrupted)
     assert cli.main(["lm-eval", "--tasks", LAST_WORD]) == 130
     said = capsys.readouterr().err
     assert (
