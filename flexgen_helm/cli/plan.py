@@ -15,6 +15,7 @@ from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
     JsonFlag,
+    ModelName,
     OutFile,
     OutputPath,
     UntilTime,
@@ -59,9 +60,6 @@ _NOTABLE_SHARE = 0.02
 _RUN_ENTRY = "simple_mcqa:model="
 
 
-_NamedModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="As --model.", autocompletion=complete_model)
-]
 _Model = Annotated[
     str | None,
     typer.Option(
@@ -122,7 +120,7 @@ _Suite = Annotated[
 
 def plan(
     engine: EngineOptions,
-    named: _NamedModel = None,
+    named: ModelName = "",
     model: _Model = None,
     prompt_len: _PromptLen = None,
     gen_len: _GenLen = None,
@@ -152,7 +150,7 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
-    model = model or named
+    model = model or named or None
     has_lengths = any(value is not None for value in (prompt_len, gen_len, num_seqs))
     has_suite_options = any(
         value is not None for value in (max_eval_instances, suite, until, hours)

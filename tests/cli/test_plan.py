@@ -24,7 +24,7 @@ POLICY = "48x3,20,80,0,100,0,100"
 def test_a_given_policy_is_evaluated():
     done = plan("--model", "opt-30b", *LENGTHS, "--hardware", "t4", "--policy", POLICY, "--json")
     assert json.loads(done.stdout)["policy"]["gpu_batch_size"] == 48
-    done = plan("--model", "opt-175b", *LENGTHS, "--hardware", "t4", "--policy", POLICY, "--json")
+    done = plan("opt-175b", *LENGTHS, "--hardware", "t4", "--policy", POLICY, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0 and not found["feasible"] and found["missing_bytes"]["gpu"] > 1e9
 

@@ -13,6 +13,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import Interrupted
 from flexgen_helm.kernels.attention import can_attend
 from flexgen_helm.request import DrawnToken, ThinkingFormat
+from flexgen_helm.scheduling.sequence import Request
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VOCABULARY, build_tiny
 
@@ -173,3 +174,17 @@ def test_a_run_whose_answers_were_all_drawn_computes_nothing(tmp_path):
                 whole[i].completions for i in numbers
             ]
             assert found[-1].prompt_logprobs == whole[numbers[-1]].prompt_logprobs
+
+
+def test_a_restart_costs_the_tokens_that_it_computes_again():
+    token = DrawnToken(3, -1.0)
+    asked = GenerationRequest(
+        prompt_token_ids=[5] * 10, max_tokens=100, ignore_eos=True, drawn=[[token] * 30]
+    )
+    request = Request(asked, [5] * 10, 0, None)
+    request.resume(())
+    request.charge(True, tokens=40, flops=0.0, seconds=4.0, batch_size=1)
+    assert request.restart_s == 4.0
+    for _ in range(10):
+        request.completions[0].push(token, ())
+    assert request.restart_s == 5.0

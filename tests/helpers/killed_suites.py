@@ -61,7 +61,7 @@ class Order:
     read_gb_s: of weights on the disk, where it is not as fast as the disk is.
     copies: what a copy of the folder has at that moment stays, as of a machine without power.
     deadline_s: seconds after which the process says where it is, and ends.
-    pass_s: seconds that a pass takes longer. keep_every_s: most seconds that a token is not kept.
+    pass_s, token_s: seconds that a pass takes longer, and for each of its tokens. keep_every_s: most seconds that a token is not kept.
     fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c;
         None leaves calls as they are. Those in FOLDERS are in the file `calls` if the process was
         given `library`.
@@ -82,6 +82,7 @@ class Order:
     unguarded: bool = False
     fault: tuple[str, int, int, bool] | None = None
     pass_s: float = 0.0
+    token_s: float = 0.0
     read_gb_s: float = 0.0
     keep_every_s: float = 10.0
     copies: bool = False
@@ -389,11 +390,10 @@ def _install_steps(order: Order, folder: Path) -> None:
     run = executor.Executor.run
 
     def slow(self: Any, current: Any) -> None:
-        time.sleep(order.pass_s)
-        began = time.time()
+        began, num_tokens = time.time(), sum(batch.num_tokens for batch in current.batches)
+        time.sleep(order.pass_s + order.token_s * num_tokens)
         run(self, current)
         if (folder / "promised").exists():  # not of the small model that is compared
-            num_tokens = sum(batch.num_tokens for batch in current.batches)
             print(began, time.time(), num_tokens, file=passes)
 
     executor.Executor.run = slow  # type: ignore[method-assign]
