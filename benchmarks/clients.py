@@ -31,7 +31,7 @@ from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.names import TEMPLATE_SUFFIXES
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.paths import data_dir
-from flexgen_helm.cli.engine_flags import OutFile
+from flexgen_helm.cli.arguments import OutFile
 from flexgen_helm.errors import UsageError
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -248,7 +248,7 @@ def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict
     """Return HELM's configuration files (name -> content) for the reference copy in `folder`.
 
     It is there twice: `REFERENCE` without a chat template, `CHAT_REFERENCE` with it. Windows are as
-        long as ours.
+    long as ours.
     tokenizer: that of the copy, read by us.
     """
     source = {"pretrained_model_name_or_path": str(folder)}

@@ -3,7 +3,7 @@ the machine changes.
 
 A profile that was measured while other programs computed is saved with a mark. It is used until the
 machine is quiet, and then replaced: so a busy machine is not measured again by every process, and
-    no plan believes its rates for ever.
+no plan believes its rates for ever.
 """
 
 from __future__ import annotations

@@ -57,11 +57,9 @@ class ActivationStore:
 
         Raises `MemoryLimitError` if the last one has no room for its rows.
         """
-        compute_tier, num_rows, row_bytes = (
-            self._tiers.compute_tier,
-            hidden.shape[0],
-            hidden[:1].nbytes,
-        )
+        compute_tier = self._tiers.compute_tier
+        num_rows = hidden.shape[0]
+        row_bytes = hidden[:1].nbytes
         # in `_fetch`, the disk's are the last
         tiers = (compute_tier, *(t for t in TIERS if t != compute_tier))
         last = next(tier for tier in reversed(tiers) if self._fractions[tier] > 0)

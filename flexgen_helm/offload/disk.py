@@ -3,11 +3,15 @@
 Layout of an offload directory:
 
     weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all
-    runs of these weights weights-<fingerprint>-<format>/checked.txt    matrices that were checked
-    once, and are read from the checkpoint run-<pid>-<n>/                                cache and
-    activations of one engine, deleted when it closes run-<pid>-<n>.lock
-    locked by that process; a run whose lock is free is dead and deleted .lock
-    locked while runs are created or deleted, so that none looks dead
+                                                  runs of these weights
+    weights-<fingerprint>-<format>/checked.txt    matrices that were checked once, and are read from
+                                                  the checkpoint
+    run-<pid>-<n>/                                cache and activations of one engine, deleted when
+                                                  it closes
+    run-<pid>-<n>.lock                            locked by that process; a run whose lock is free
+                                                  is dead and deleted
+    .lock                                         locked while runs are created or deleted, so that
+                                                  none looks dead
 """
 
 from __future__ import annotations
@@ -187,13 +191,8 @@ class OffloadDirectory:
                 self.run, self._held = self._lock_new_run()
                 self.run.mkdir()
         except OSError as error:
-            advice = (
-                ""
-                if error.errno in (errno.EMFILE, errno.ENFILE)
-                else "; name another with --offload-dir"
-            )
             raise OffloadError(
-                f"the offload directory {folder} cannot be used: {error.strerror}{advice}"
+                f"the offload directory {folder} cannot be used: {error.strerror}"
             ) from error
 
     def scratch(self, name: str, size: int) -> DirectFile:

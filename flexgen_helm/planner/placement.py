@@ -125,11 +125,9 @@ class StorageSizes:
                 vectors[self.config.has_float32(name)] += shape[0]
                 continue
             size = self.num_bytes(name, shape)
-            largest, num_bytes, num_values = (
-                max(largest, size),
-                num_bytes + size,
-                num_values + prod(shape),
-            )
+            largest = max(largest, size)
+            num_bytes = num_bytes + size
+            num_values = num_values + prod(shape)
             if (expert := expert_of(name)) is not None:
                 experts += size
                 # Padded to a page, and one more, because a matrix may begin within a page of its
@@ -191,11 +189,9 @@ def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> d
     placed: dict[str, Tier] = {}
     for group in ({name: sizes[name] for name, unit in units.items() if unit == name}, experts):
         # Fill what is left of the tiers, the fastest first.
-        taken, rest, num_bytes = (
-            dict.fromkeys(TIERS, 0.0),
-            float(sum(group.values())),
-            sum(group.values()),
-        )
+        taken = dict.fromkeys(TIERS, 0.0)
+        rest = float(sum(group.values()))
+        num_bytes = sum(group.values())
         for tier in TIERS:
             taken[tier] = max(0.0, min(rest, left[tier]))
             rest -= taken[tier]

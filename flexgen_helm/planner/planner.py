@@ -4,7 +4,7 @@ from each.
 Weights are placed once, before requests are known, for a workload that is typical of evaluation
 suites. Block, cache and hidden states are planned for the lengths of every run, with rates that
 earlier runs have corrected: the machine may be busier, or faster, than when it was measured. No
-    torch.
+torch.
 """
 
 from __future__ import annotations
@@ -179,12 +179,10 @@ class Planner:
         source: ProfileSource,
     ) -> None:
         """config: of the whole model."""
-        self._config, self._precision, self._machine, self._choices = (
-            config,
-            precision,
-            machine,
-            choices,
-        )
+        self._config = config
+        self._precision = precision
+        self._machine = machine
+        self._choices = choices
         self._source = source
         self._part, self._ranks = config, 1.0
         self._profile: HardwareProfile | None = None  # with what runs have taught
@@ -203,11 +201,9 @@ class Planner:
         name: of the model, for messages.
         Raises `MemoryLimitError` with the missing bytes.
         """
-        model, machine, policy = (
-            StorageSizes(self._part, self._precision),
-            self._machine,
-            self._choices.policy,
-        )
+        model = StorageSizes(self._part, self._precision)
+        machine = self._machine
+        policy = self._choices.policy
         if policy is None:
             require_least_memory(model, machine, name)
         placement = place_weights(model, machine, policy)

@@ -309,10 +309,8 @@ class RunMemory:
         """
         if not self.cache.state_bytes or self.placement.cache[self._compute_tier] == 1:
             return 0.0
-        room, block = (
-            self._available[self._compute_tier],
-            1 if self.policy is None else self.policy.block_size,
-        )
+        room = self._available[self._compute_tier]
+        block = 1 if self.policy is None else self.policy.block_size
         return max(room / 2, min(room, block * self.cache.state_bytes), self.cache.state_bytes)
 
     @cached_property

@@ -159,10 +159,8 @@ class Workspace:
         sequences.
         """
         config = self.config
-        state, token = (
-            4 * _STATE_COPIES * max(config.layer_states),
-            4 * _MIXER_COPIES * config.mixer_width,
-        )
+        state = 4 * _STATE_COPIES * max(config.layer_states)
+        token = 4 * _MIXER_COPIES * config.mixer_width
         return prompt * token + state if prompt else tokens * (token + state)
 
     def head(self, tokens: int, positions: int) -> int:

@@ -2,7 +2,7 @@
 batches. No torch.
 
 The scheduler decides by numbers alone: it knows sequences and how many positions of cache they
-    take, no tensors.
+take, no tensors.
 """
 
 from __future__ import annotations

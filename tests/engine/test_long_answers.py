@@ -65,7 +65,10 @@ def limits_for(model, precision, sequences, **options):
     with Engine.from_pretrained(model, precision=precision, **options) as engine:
         weights = engine.ledger.in_use
         positions = sequences * (MOST + 57)
-        return {"weights": weights, "cache": int(positions * kv_bytes_per_token(engine.config, 4))}
+        return {
+            "weights": weights,
+            "cache": int(positions * kv_bytes_per_token(engine.model_config, 4)),
+        }
 
 
 @pytest.mark.fast(1)
@@ -150,7 +153,6 @@ def test_memory_that_runs_out_while_a_cache_grows_costs_no_answer(model, monkeyp
         honest(self, block, sources)
 
     monkeypatch.setattr(KVCache, "regroup", failing)
-    monkeypatch.setattr("flexgen_helm.planner.placement.LARGE_BLOCK_SEQUENCES", 4)
     monkeypatch.setattr("flexgen_helm.planner.run_plan.LARGE_BLOCK_SEQUENCES", 4)
     with Engine.from_pretrained(model) as engine:
         assert answers(engine, asked) == expected
