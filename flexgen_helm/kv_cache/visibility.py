@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -255,6 +256,17 @@ def prefix_parts(
     return tuple(parts)
 
 
+@lru_cache(maxsize=16)
+def _token_table(fmt: CacheFormat, tokens: int, device: torch.device) -> Tensor:
+    """Return positions of tokens, and of the first queries that see them quantized, [2, tokens].
+
+    Kept, because masks that are made from it take few launches in each layer.
+    """
+    positions = torch.arange(tokens, device=device)
+    group_ends = (positions // fmt.group_tokens + 1) * fmt.group_tokens
+    return torch.stack((positions, group_ends + fmt.residual_window - 1))
+
+
 def query_chunks(
     q: Tensor, start: int, window: Window | None, fmt: CacheFormat
 ) -> Iterator[QueryChunk]:
@@ -264,22 +276,21 @@ def query_chunks(
     q: [tokens, …].
     start: absolute position of its first token.
     """
-    tokens, device = len(q), q.device
+    tokens = len(q)
+    positions, quantized_from = _token_table(fmt, 1 << tokens.bit_length(), q.device)
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
         end = min(first + QUERY_CHUNK_TOKENS, tokens)
         low, high = fmt.num_quantized(first), fmt.num_quantized(end - 1)
         oldest = _oldest_visible(first, window, start)
         quantized, plain = slice(min(oldest, high), high), slice(max(oldest, low), end)
-        at = torch.arange(first, end, device=device)[:, None]
-        borders = _whole_groups(at, fmt.residual_window, fmt.group_tokens)
-        old = torch.arange(quantized.start, quantized.stop, device=device)
-        new = torch.arange(plain.start, plain.stop, device=device)
-        keys = torch.cat((old, new))
-        hidden = torch.cat((old >= borders, (new < borders) | (new > at)), 1)
+        at, keys = positions[first:end, None], (positions[quantized], positions[plain])
+        hidden_new = (at < keys[1]) | (at >= quantized_from[plain])
+        hidden = torch.cat((at < quantized_from[quantized], hidden_new), 1)
         if window is not None:
-            hidden |= keys < window.oldest(at, start)
+            hidden |= torch.cat(keys) < window.oldest(at, start)
         selected, most = None, 0
         if fmt.is_sparse:
+            borders = _whole_groups(at, fmt.residual_window, fmt.group_tokens)
             hidden_before = 0 if window is None else window.oldest(at, start).clamp_min(0)
             selected = num_selected_tensor(
                 (borders - hidden_before).clamp_min(0)[:, 0], fmt.value_share
@@ -289,8 +300,10 @@ def query_chunks(
                 for p in range(first, end)
             )
             most = num_selected(nearest, fmt.value_share)
-        mask = additive_mask(hidden, mask_dtype(device, q.dtype))
-        yield QueryChunk(slice(first, end), quantized, plain, keys, mask, selected, most)
+        mask = additive_mask(hidden, mask_dtype(q.device, q.dtype))
+        yield QueryChunk(
+            slice(first, end), quantized, plain, mask, (at[:, 0], keys), selected, most
+        )
 
 
 def _oldest_visible(position: int, window: Window | None, start: int) -> int:

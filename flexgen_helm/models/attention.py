@@ -89,8 +89,7 @@ def attend_causal(
     tokens, device = len(q), q.device
     k, v = k.transpose(0, 1), v.transpose(0, 1)
     if window is None or window.oldest(tokens - 1, start) <= 0:
-        at = torch.arange(tokens, device=device)
-        return _attend_rows(q, (k, v), config, (at, at), is_causal=True)
+        return _attend_rows(q, (k, v), config, is_causal=True)
     parts = []
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
         end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, window.oldest(first, start))
@@ -99,7 +98,7 @@ def attend_causal(
         mask = additive_mask(hidden, mask_dtype(device, q.dtype))
         parts.append(
             _attend_rows(
-                q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, keys), mask
+                q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, (keys,)), mask
             )
         )
     return _joined(parts)
@@ -161,14 +160,15 @@ def _attend_rows(
     q: Tensor,
     keys_values: KeysValues,
     config: AttentionConfig,
-    positions: tuple[Tensor, Tensor],
+    positions: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ()),
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> PartialAttention:
     """Attend with all queries to the same keys.
 
     keys_values: [Hk, S, D].
-    positions: of queries [T] and keys [S].
+    positions: of queries [T], and of keys in parts [S], for ALiBi alone; where none are given,
+        from 0 on.
     mask: additive [T, S], or None.
 
     q [T, Hq, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
@@ -184,11 +184,13 @@ def _attend_rows(
         # Softmax does not change if all scores of a query change alike, so its position is left
         # out, and with it a matrix. The log-sum-exp, by which segments are merged, gets it back
         # afterwards.
-        by_key = slopes.t()[:, :, None, None] * positions[1]
+        at, of_keys = positions
+        every = torch.cat(of_keys or (torch.arange(keys_values[0].shape[1], device=q.device),))
+        by_key = slopes.t()[:, :, None, None] * every
         bias = by_key.expand(-1, -1, tokens, -1) if bias is None else by_key + bias
     out, lse = attend(queries, k, v, config, is_causal=is_causal, mask=bias)
     if slopes is not None:
-        lse = lse - slopes.t()[:, :, None] * positions[0]
+        lse = lse - slopes.t()[:, :, None] * (every if at is None else at)
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(
         tokens, heads
     )
@@ -207,16 +209,16 @@ class QueryChunk:
 
     queries: slice of the prompt's tokens.
     quantized, plain: slices of the keys' two versions, concatenated S keys.
-    key_positions: [S].
     mask: additive [t, S].
+    positions: of the queries [t], and of the keys of both versions.
     num_selected: [t], of the quantized keys, with sparse attention; max_selected: the largest.
     """
 
     queries: slice
     quantized: slice
     plain: slice
-    key_positions: Tensor
     mask: Tensor
+    positions: tuple[Tensor, tuple[Tensor, Tensor]]
     num_selected: Tensor | None = None
     max_selected: int = 0
 
@@ -239,10 +241,7 @@ def attend_two_versions(
             torch.cat((old[chunk.quantized], new[chunk.plain])).transpose(0, 1)
             for old, new in zip(quantized, plain)
         )
-        at = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
-        parts.append(
-            _attend_rows(q[chunk.queries], (k, v), config, (at, chunk.key_positions), chunk.mask)
-        )
+        parts.append(_attend_rows(q[chunk.queries], (k, v), config, chunk.positions, chunk.mask))
     return _joined(parts)
 
 
@@ -303,7 +302,6 @@ def attend_prefix(
     Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity of queries that see no
     key.
     """
-    keys = torch.arange(k.shape[1], device=q.device)
     # A bias of [T, S], which a mask and ALiBi give each head of attention, is bounded by the
     # chunks.
     rows_at_once = len(q) if mask is None and config.slopes is None else QUERY_CHUNK_TOKENS
@@ -311,7 +309,7 @@ def attend_prefix(
     for first in range(0, len(q), rows_at_once):
         rows = slice(first, first + rows_at_once)
         chunk_mask = None if mask is None else mask[rows]
-        parts.append(_attend_rows(q[rows], (k, v), config, (positions[rows], keys), chunk_mask))
+        parts.append(_attend_rows(q[rows], (k, v), config, (positions[rows], ()), chunk_mask))
     return _without_hidden(*_joined(parts), sees_none)
 
 
@@ -431,11 +429,7 @@ def fused_kernel(q: Tensor, mask: Tensor | None) -> str | None:
 
 def has_fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a fused kernel attends where neither soft cap nor ALiBi forbid it."""
-    if device.type == "cpu":
-        return _FUSED is not None
-    if ATTENTION in switched_off:
-        return False
-    return device_kernel(device, dtype, head_dim, has_mask=False) is not None
+    return fused_kernel(torch.empty((0, head_dim), dtype=dtype, device=device), None) is not None
 
 
 @lru_cache
@@ -547,7 +541,7 @@ def attend_top_k(
     parts = []
     for chunk in chunks:
         queries, older = q[chunk.queries], chunk.quantized.stop - chunk.quantized.start
-        positions = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
+        positions, _ = chunk.positions
         k, v = (x[chunk.plain].transpose(0, 1) for x in plain)
         part = attend_prefix(
             queries, k, v, config, positions - chunk.plain.start, chunk.mask[:, older:]

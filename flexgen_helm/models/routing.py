@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,20 @@ from flexgen_helm.concurrency import stop_point
 # Called with the experts that tokens use, in order, and the number of these tokens
 # (`StageWeights.use_experts`).
 Announce = Callable[[Sequence[int], int], None]
-# How many rows of sorted tokens each of some experts has, by number, in order.
-ExpertSizes = Mapping[int, int]
 # Rows of one product with an expert: bounds the workspace without changing a result.
 _EXPERT_ROWS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class RowExperts:
+    """Whose rows are sorted by expert.
+
+    sizes: rows of each of some experts, by number, in order.
+    numbers: of each row's expert [rows], on the device; or of the only one.
+    """
+
+    sizes: Mapping[int, int]
+    numbers: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +54,7 @@ class RoutedTokens:
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
-    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows,
-        H]; both may be overwritten.
+    experts: of each row, and tokens [rows, H] -> results [rows, H]; both may be overwritten.
     at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one
         after the other.
     weighs_input: the shares are factors on what experts are given instead of on their results
@@ -55,20 +65,18 @@ class RoutedTokens:
     selected: Tensor
     weights: Tensor
     num_experts: int
-    experts: Callable[[ExpertSizes, Tensor | int, Tensor], Tensor]
+    experts: Callable[[RowExperts, Tensor], Tensor]
     at_once: bool
     weighs_input: bool = False
     given: Callable[[Tensor], Tensor] = Tensor.contiguous
 
-    def products(
-        self, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor, shares: Tensor
-    ) -> Tensor:
+    def products(self, experts: RowExperts, x: Tensor, shares: Tensor) -> Tensor:
         """Return the weighted results of rows x, as of `experts`; shares: [rows, 1]."""
         stop_point()
         x = self.given(x)
         if self.weighs_input:
-            return self.experts(sizes, numbers, x.mul_(shares))
-        return self.experts(sizes, numbers, x).mul_(shares)
+            return self.experts(experts, x.mul_(shares))
+        return self.experts(experts, x).mul_(shares)
 
 
 def run_together(
@@ -153,7 +161,7 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
         for rows, parts in _tiles(bounds[number * count : (number + 1) * count + 1]):
             gathered = [batches[index].x.index_select(0, tokens[part]) for index, part in parts]
             x = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
-            y = first.products({number: len(x)}, number, x, shares[rows])
+            y = first.products(RowExperts({number: len(x)}, number), x, shares[rows])
             for index, part in parts:
                 out[index].index_add_(
                     0, tokens[part], y[part.start - rows.start : part.stop - rows.start]
@@ -171,7 +179,7 @@ def _at_once(
     for rows, parts in _tiles(bounds):
         sizes = {number: part.stop - part.start for number, part in parts}
         x = batch.x.index_select(0, tokens[rows])
-        results[rows] = batch.products(sizes, experts[rows], x, shares[rows])
+        results[rows] = batch.products(RowExperts(sizes, experts[rows]), x, shares[rows])
     out = torch.zeros_like(batch.x)
     for of_rank in tokens.argsort(stable=True).view(len(out), -1).unbind(1):
         out.add_(results.index_select(0, of_rank))

@@ -38,6 +38,7 @@ from flexgen_helm.models.config import (
     tensor_shapes,
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
+from flexgen_helm.models.routing import RowExperts
 from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.linear import dequantize_tiled, join_rows, tiled_linear
 from flexgen_helm.offload.matrices import (
@@ -103,6 +104,7 @@ class TieredWeights:
     """The weights of a model, each matrix on the tier that its placement names.
 
     tensors: by canonical name.
+    stacks: of matrices of experts, as `MatrixLoader` has them.
     dtype: the compute dtype.
     streamer: of offloaded experts; None if there are none.
     batch_invariant: the order of a product's sums does not depend on the number of rows.
@@ -135,7 +137,10 @@ class TieredWeights:
         self._experts: dict[str, Expert] = {}  # the offloaded ones
         # offloaded matrices besides experts, by stage
         self._streamed: dict[str, list[StreamedMatrix]] = {}
-        loader = MatrixLoader(checkpoint, tiers, placement.model.precision, dtype)
+        loader = MatrixLoader(
+            checkpoint, tiers, placement.model.precision, dtype, placement.streams_weights
+        )
+        self.stacks = loader.stacks
         self._resources.callback(loader.close)
         try:
             self._load(loader, placement, threads)
@@ -300,6 +305,7 @@ class TieredWeights:
     def close(self) -> None:
         """Release all memory and files; harmless when called again."""
         self.tensors.clear()
+        self.stacks.clear()
         self._experts.clear()
         self._streamed.clear()
         self._prefetcher = self.streamer = None
@@ -468,6 +474,14 @@ class _StageView(StageWeights):
                 yield first, tiled_linear(x, rows, part, fmt, count, invariant)
 
         return join_rows(parts(), x, out_size)
+
+    def expert_linear(self, experts: RowExperts, name: str, x: Tensor) -> Tensor:
+        stack = self._weights.stacks.get(f"{self._stage}.{name}.weight")
+        if stack is None:
+            return super().expert_linear(experts, name, x)
+        every = torch.arange(len(stack), device=x.device)
+        ends = torch.searchsorted(experts.numbers, every, right=True, out_int32=True)
+        return torch.nn.functional.grouped_mm(x, stack.mT, offs=ends)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]

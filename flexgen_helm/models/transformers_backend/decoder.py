@@ -30,7 +30,7 @@ from flexgen_helm.models.decoder import (
     TableRows,
 )
 from flexgen_helm.models.decoder_config import DecoderConfig
-from flexgen_helm.models.routing import ExpertSizes, RoutedTokens, run_together, wait_for_experts
+from flexgen_helm.models.routing import RoutedTokens, RowExperts, run_together, wait_for_experts
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
@@ -256,16 +256,14 @@ class TransformersDecoder:
             self._functions.__enter__()
             self._bind(kind, attend)  # other batches have run meanwhile
 
-    def _experts(
-        self, call: ExpertsCall, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor
-    ) -> Tensor:
+    def _experts(self, call: ExpertsCall, experts: RowExperts, x: Tensor) -> Tensor:
         """Rows x [rows, H] through their experts."""
         module, weights = call.module, self._weights
         assert weights is not None
 
         def linear(entry: str, x: Tensor) -> Tensor:
-            y = weights.expert_linear(sizes, f"{call.path}.{{}}.{entry}", x)
-            return y + getattr(module, f"{entry}_bias")[numbers] if module.has_bias else y
+            y = weights.expert_linear(experts, f"{call.path}.{{}}.{entry}", x)
+            return y + getattr(module, f"{entry}_bias")[experts.numbers] if module.has_bias else y
 
         with self._functions:
             inner = linear("gate_up_proj" if module.has_gate else "up_proj", x)
