@@ -20,14 +20,17 @@ from torch import Tensor
 
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.engine.attention_metadata import (
+    AttentionBackend,
     AttentionMetadata,
     LayerAttention,
     build_attention_metadata,
 )
 from flexgen_helm.engine.kept_states import KeptStates
 from flexgen_helm.engine.logits_processors import LogitsProcessors
+from flexgen_helm.engine.loop_attention import LoopAttention, attends_in_a_loop
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
+from flexgen_helm.engine.segment_attention import SegmentAttention
 from flexgen_helm.errors import Interrupted, MemoryLimitError
 from flexgen_helm.hardware.host_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
@@ -233,7 +236,7 @@ class _BatchState:
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
 
-    metadata: AttentionMetadata
+    attention: AttentionBackend
     layers_checked: int
     hidden: Tensor | None = None
     rotary: Any = None
@@ -241,6 +244,10 @@ class _BatchState:
     nonfinite_layer: Tensor | None = None
     seconds: float = 0.0
     launched_s: float = 0.0
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        return self.attention.metadata
 
     def check_finite(self) -> Tensor:
         """Take the sums into `nonfinite_layer`, and return that."""
@@ -584,7 +591,7 @@ class Executor:
             if item is spared and (left or item is not first):
                 self._activations.wait(item.batch, num_bytes)
             attend = LayerAttention(
-                state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache
+                state.attention, layer, decoder.config.window(layer), decoder.attention, self.cache
             )
             batch, state.hidden = LayerBatch(state.hidden, state.rotary, attend), None
             yield batch
@@ -632,9 +639,14 @@ class Executor:
         kept.keep(last.stage, states(), num_tokens * (self._hidden_bytes + torch.int64.itemsize))
 
     def _new_state(self, batch: Batch) -> _BatchState:
-        decoder = self._decoder
-        windows = {decoder.config.window(layer) for layer in range(decoder.config.num_layers)}
-        metadata = build_attention_metadata(batch, windows, self._device, decoder.dtype, self.cache)
+        decoder, dtype = self._decoder, self._decoder.dtype
+        metadata = build_attention_metadata(batch, self._device, self.cache)
+        attention: AttentionBackend
+        if attends_in_a_loop(self.cache.codec, self._device, dtype):
+            attention = LoopAttention(metadata, self.cache.codec)
+        else:
+            windows = {decoder.config.window(layer) for layer in range(decoder.config.num_layers)}
+            attention = SegmentAttention(metadata, self.cache.codec, windows, dtype)
         num_tokens = len(metadata.token_ids.on_device)
         self._note_workspace(
             self._workspace.layer(
@@ -644,7 +656,7 @@ class Executor:
                 metadata.largest_prefix,
             )
         )
-        return _BatchState(metadata, self._config.layers_before)
+        return _BatchState(attention, self._config.layers_before)
 
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ def team_size(most_threads: int) -> int:
     return max(1, min(most_threads, torch.get_num_threads()))
 
 
-def run_on_threads(address: int, arguments: list[int], most_threads: int) -> None:
-    """Call the function at `address` on each thread with the header and `arguments`; return when
-    all are done.
+def run_on_threads(loop: Any, arguments: Iterable[int], most_threads: int) -> None:
+    """Call a loop (`emit.Loop`) on each thread with the header and `arguments`; return when all are
+    done.
 
     The header has two numbers: the addresses of OpenMP's `omp_get_thread_num` and
     `omp_get_num_threads`, or zeros for one thread alone. Before it is a word for each part of the
@@ -53,7 +54,7 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
     Raises `LoopError` if a part has begun and was not done: what C calls cannot raise.
     """
     threads = team_size(most_threads)
-    openmp = _openmp() if threads > 1 else None
+    openmp, address = _openmp() if threads > 1 else None, loop.address
     if openmp is None:
         data = array("q", [0, 0, 0, *arguments])
         _function(address)(data.buffer_info()[0] + 8)

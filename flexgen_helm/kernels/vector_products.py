@@ -10,6 +10,7 @@ bits (`product_loop`).
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -19,6 +20,12 @@ from torch import Tensor
 from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import KINDS, empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
+
+# What the loops of `product_loop` are given: tensors, bytes of their rows, rows of x (and y) and of
+# the matrix, steps or columns of a row.
+Product = namedtuple("Product", "x x_row w w_row y y_row count outputs steps")
+AddRest = namedtuple("AddRest", "kind x x_row w w_row y y_row count outputs width")
+DecodeRows = namedtuple("DecodeRows", "w w_row target target_row rows steps")
 
 # Elements of a matrix, times rows in fours, that occupy a thread for longer than it takes to wake.
 _THREAD_ELEMENTS = 1 << 17
@@ -43,21 +50,24 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if not suits or not multiplies_as_stored(weight.dtype) or (module := loops()) is None:
         return None
     y, kind = empty((count, outputs)), KINDS[weight.dtype]
-    arguments = [
-        x.data_ptr(),
-        4 * x.stride(0),
-        weight.data_ptr(),
-        weight.element_size() * weight.stride(0),
-    ]
-    arguments += [y.data_ptr(), 4 * outputs, count, outputs]
+    given = Product(
+        x=x.data_ptr(),
+        x_row=4 * x.stride(0),
+        w=weight.data_ptr(),
+        w_row=weight.element_size() * weight.stride(0),
+        y=y.data_ptr(),
+        y_row=4 * outputs,
+        count=count,
+        outputs=outputs,
+        steps=width // module.LANES,
+    )
     threads = weight.numel() * -(-count // 4) // _THREAD_ELEMENTS
-    if width < module.LANES:
-        y.zero_()
+    if given.steps:
+        run_on_threads(module.loops(module.of_kind(kind))[0], given, threads)
     else:
-        multiply, _ = module.loops(module.of_kind(kind))
-        run_on_threads(multiply.address, [*arguments, width // module.LANES], threads)
+        y.zero_()
     if width % module.LANES:
-        run_on_threads(module.add_rest.address, [kind, *arguments, width], threads)
+        run_on_threads(module.add_rest, AddRest(kind, *given[:-1], width=width), threads)
     return y if bias is None else add_bias(y, bias)
 
 
