@@ -23,7 +23,7 @@ from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import word_table
 from flexgen_helm.quant.block_products import decode_into
 from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, StoredFormat
-from flexgen_helm.quant.packing import PackedProduct, dequantize, packed_fields, quantize
+from flexgen_helm.quant.packing import dequantize, packed_fields, quantize
 
 # Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's
 # product are faster.
@@ -71,8 +71,8 @@ def quantized_matmul(
     if not _on_cpu(packed, x) or (module := loops()) is None:
         return None
     y = empty((x.shape[0], rows))
-    fields = packed_fields(packed, fmt, _table(fmt.scales, fmt.bits), x)._replace(rows=rows)
-    given = PackedProduct(*fields, y=y.data_ptr(), count=len(x))
+    given = packed_fields(packed, fmt, _table(fmt.scales, fmt.bits), x)
+    given = given._replace(rows=rows, y=y.data_ptr(), count=len(x))
     run_on_threads(module.matmul_columns, given, len(packed))
     return y if bias is None else y.add_(bias)
 

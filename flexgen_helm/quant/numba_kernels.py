@@ -30,7 +30,7 @@ from flexgen_helm.kernels.emit import (
     pointer,
 )
 from flexgen_helm.kernels.product_loop import OUTPUTS, ROWS, Part, Stored, write_product
-from flexgen_helm.quant.packing import Packed, PackedProduct
+from flexgen_helm.quant.packing import Packed
 
 
 @njit
@@ -210,7 +210,7 @@ def _scale_row(x: Any, scale: Any, offset: Any, scaled: Any) -> Any:
     return total
 
 
-@partial(Loop, PackedProduct)
+@partial(Loop, Packed)
 def matmul_columns(given: Any, part: Any, parts: Any) -> None:
     """Axis 'out': y [T, rows] = x [T, width], the matrix, times the packed matrix transposed, one
     stripe after the other.

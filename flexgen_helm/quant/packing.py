@@ -25,13 +25,13 @@ from flexgen_helm.quant.formats import Fit, GroupFormat
 
 # What loops over packed bytes are given: packed [stripes, …], bytes from a stripe to the next, the
 # group's size, bits of a code, whether scales are words, what scales are looked up in, and a matrix
-# [rows, width] in float32, from which or to which the bytes are made.
-_FIELDS = "packed stripe_bytes stripes group bits words table matrix rows width"
-Packed = namedtuple("Packed", _FIELDS)
-# The matrix is x [count, width], and y [count, rows] its product.
-PackedProduct = namedtuple("PackedProduct", _FIELDS + " y count")
-# tried: how many scales, for the least error.
-PackedMatrix = namedtuple("PackedMatrix", _FIELDS + " tried")
+# [rows, width] in float32, from which or to which the bytes are made. A product is of this matrix
+# [count, width], with y [count, rows]; tried: how many scales, for the least error.
+Packed = namedtuple(
+    "Packed",
+    "packed stripe_bytes stripes group bits words table matrix rows width y count tried",
+    defaults=(0, 0, 0),
+)
 
 _FITS: tuple[Fit, ...] = ("range", "error")
 
@@ -100,10 +100,8 @@ def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
     rows, width = matrix.shape
     check(_to_groups(matrix, fmt), fmt)
     packed = torch.empty((fmt.num_stripes(rows), fmt.stripe_bytes(width)), dtype=torch.uint8)
-    given = PackedMatrix(
-        *packed_fields(packed, fmt, word_table(fmt.bits, packed.device), matrix),
-        tried=TRIED_SCALES if fmt.fit == "error" else 0,
-    )
+    given = packed_fields(packed, fmt, word_table(fmt.bits, packed.device), matrix)
+    given = given._replace(tried=TRIED_SCALES if fmt.fit == "error" else 0)
     run_on_threads(module.pack_columns, given, packed.shape[0] * width)
     return packed
 

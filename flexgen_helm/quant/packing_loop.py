@@ -29,7 +29,7 @@ from flexgen_helm.kernels.emit import (
 )
 from flexgen_helm.quant.arithmetic import PARTIAL_SUMS
 from flexgen_helm.quant.numba_kernels import packed_bytes
-from flexgen_helm.quant.packing import PackedMatrix
+from flexgen_helm.quant.packing import Packed
 
 # That are packed side by side; past the matrix's last one they are zeros.
 _COLUMNS = 64
@@ -136,7 +136,7 @@ def _search(given: Any, values: Any, span: tuple[Any, Any], words: Any) -> None:
                 least[c] = sums[c] if better else least[c]
 
 
-@partial(Loop, PackedMatrix)
+@partial(Loop, Packed)
 def pack_columns(given: Any, part: Any, parts: Any) -> None:
     """Matrix [rows, width] -> packed [stripes, stripe_bytes]."""
     stripes, group, bits, width = given.stripes, given.group, given.bits, given.width
