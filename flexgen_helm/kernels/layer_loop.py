@@ -17,9 +17,9 @@ import numba
 import numpy as np
 
 from flexgen_helm.kernels.emit import Loop, floats, integers, njit
-from flexgen_helm.kernels.layer_rows import BiasRows, CombineRows, NormRows, PutRows, RotateRows
+from flexgen_helm.kernels.layer_rows import GateRows, NormRows, PutRows, RotateRows
 
-SILU, GELU_TANH, ADD = range(3)
+ACTIVATIONS = ("silu", "gelu_tanh")
 _ONE = np.float32(1)
 _SUMMED_AT_ONCE = 512
 
@@ -110,38 +110,25 @@ def _times_sigmoid(x: Any, z: Any) -> Any:
     return (x * power if z < np.float32(0) else x) / (_ONE + power)
 
 
-@partial(Loop, CombineRows)
-def combine_rows(given: Any, part: Any, parts: Any) -> None:
-    """x = activation(x) y, or x + y, without gaps; no y, 0: it is 1.
+@partial(Loop, GateRows)
+def gate_rows(given: Any, part: Any, parts: Any) -> None:
+    """x = activation(x) up, without gaps; no up, 0: it is 1. activation: in `ACTIVATIONS`.
 
     GELU by tanh: x (1 + tanh(z / 2)) / 2 = x sigmoid(z), with z = sqrt(8 / pi) (x + 0.044715 x^3).
     """
-    first, has_y = given.elements * part // parts, given.y != 0
+    first, has_up = given.elements * part // parts, given.up != 0
     count = given.elements * (part + 1) // parts - first
     x = floats(given.x + 4 * first, count)
-    y = floats((given.y if has_y else given.x) + 4 * first, count)
-    if given.kind == SILU:
+    up = floats((given.up if has_up else given.x) + 4 * first, count)
+    if given.activation == 0:
         for i in range(count):
-            x[i] = _times_sigmoid(x[i], x[i]) * (y[i] if has_y else _ONE)
-    elif given.kind == GELU_TANH:
+            x[i] = _times_sigmoid(x[i], x[i]) * (up[i] if has_up else _ONE)
+    else:
         for i in range(count):
             cube = x[i] * x[i] * x[i] * np.float32(0.044715)
             x[i] = _times_sigmoid(x[i], (x[i] + cube) * np.float32(1.5957691216057308)) * (
-                y[i] if has_y else _ONE
+                up[i] if has_up else _ONE
             )
-    else:
-        for i in range(count):
-            x[i] += y[i]
-
-
-@partial(Loop, BiasRows)
-def bias_rows(given: Any, part: Any, parts: Any) -> None:
-    """Add a bias to each row, without gaps."""
-    width, bias = given.width, floats(given.bias, given.width)
-    for number in _share(given.rows, part, parts):
-        row = floats(given.y + number * width * 4, width)
-        for i in range(width):
-            row[i] += bias[i]
 
 
 @partial(Loop, PutRows)

@@ -29,8 +29,7 @@ _THREAD_ELEMENTS = 1 << 15
 # What the loops of `layer_loop` are given.
 NormRows = namedtuple("NormRows", "x x_row y weight rows width constants")
 RotateRows = namedtuple("RotateRows", "x x_token x_head y cos sin tokens heads width size")
-CombineRows = namedtuple("CombineRows", "kind x y elements")
-BiasRows = namedtuple("BiasRows", "y bias rows width")
+GateRows = namedtuple("GateRows", "activation x up elements")
 PutRows = namedtuple(
     "PutRows",
     "rows row row_head target to_slot to_unit to_head slots units count heads width",
@@ -112,41 +111,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gate(activation: str, x: Tensor, up: Tensor | None = None) -> Tensor | None:
     """activation(x), times up if given, both [T, N] -> x, overwritten; None for what no loop
-    computes.
-    """
-    is_known = activation in ("silu", "gelu_tanh")
-    return x if is_known and _combine(activation, x, up) else None
-
-
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y, both [T, N] -> x, overwritten."""
-    return x if _combine("add", x, y) else x.add_(y)
-
-
-def _combine(kind: str, x: Tensor, y: Tensor | None) -> bool:
-    """Overwrite x in a loop, if it suits; kind: a constant's name of `layer_loop`, in small
-    letters.
+    computes: activations but silu and gelu_tanh, and what does not suit.
     """
     suits = all(
-        _is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, y) if z is not None
+        _is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, up) if z is not None
     )
-    if not suits or (module := loops()) is None:
-        return False
-    number, source = getattr(module, kind.upper()), 0 if y is None else y.data_ptr()
-    given = CombineRows(kind=number, x=x.data_ptr(), y=source, elements=x.numel())
-    run_on_threads(module.combine_rows, given, x.numel() // _THREAD_ELEMENTS)
-    return True
-
-
-def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """y [T, N] plus bias [N] -> y, overwritten."""
-    suits = _is_float(y) and y.dim() == 2 and y.is_contiguous() and _suits(bias, y.shape[1])
-    if not suits or (module := loops()) is None:
-        return y.add_(bias)
-    rows, width = y.shape
-    given = BiasRows(y=y.data_ptr(), bias=bias.data_ptr(), rows=rows, width=width)
-    run_on_threads(module.bias_rows, given, y.numel() // _THREAD_ELEMENTS)
-    return y
+    if not suits or (module := loops()) is None or activation not in module.ACTIVATIONS:
+        return None
+    given = GateRows(
+        activation=module.ACTIVATIONS.index(activation),
+        x=x.data_ptr(),
+        up=0 if up is None else up.data_ptr(),
+        elements=x.numel(),
+    )
+    run_on_threads(module.gate_rows, given, x.numel() // _THREAD_ELEMENTS)
+    return x
 
 
 def put_rows(target: Tensor, slots: Tensor, units: Tensor, rows: Tensor) -> Tensor:
@@ -218,8 +197,6 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     yield lambda: _gated("silu", 12 * x, up)
     yield lambda: _gated("gelu_tanh", 12 * x, up)
     yield lambda: _gated("gelu_tanh", 12 * x, None)
-    yield lambda: add(x.clone(), up)
-    yield lambda: add_bias(x.clone(), weight)
     slots, units = torch.tensor([[2, 0], [3, 1]], device="cpu")
     rows, target = normal(2, 2, width), normal(3, 2, 4, width)
     yield lambda: put_rows(target.clone().transpose(1, 2), slots, units, rows)

@@ -5,7 +5,7 @@
 
 A result depends on its row of x and its row of the matrix alone, whatever rows there are and
 however many threads: both ways add up each lane of a vector over the width, then the lanes. Columns
-that fill no vector come last (`add_rest`).
+that fill no vector come last (`vector_matmul`).
 """
 
 from __future__ import annotations
@@ -18,32 +18,28 @@ from itertools import chain
 from types import FunctionType
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
-    CONVERTS_HALVES,
+    CONVERTS_HALVES as CONVERTS_HALVES,
     HAS_AVX512,
     INT32,
     INT64,
     LANES,
     VECTOR,
     Loop,
-    floats,
-    half_to_float,
     ir_statement,
     load,
     multiply_add,
     njit,
-    pointer,
     prefetch,
     store,
     widen,
 )
-from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
-from flexgen_helm.kernels.vector_products import AddRest, DecodeRows, Product
+from flexgen_helm.kernels.team import BFLOAT16, FLOAT32
+from flexgen_helm.kernels.vector_products import DecodeRows, Product
 
 # Rows of x and of the matrix whose sums, and what they are made of, stay in registers.
 ROWS, OUTPUTS = (4, 4) if HAS_AVX512 else (2, 4)
@@ -201,27 +197,6 @@ def _multiply_tile(given: Any, tile: Any, step: Any, rows: Any, outputs: Any) ->
                 )
             )
             sums += 4 * ROWS * OUTPUTS * LANES
-
-
-@partial(Loop, AddRest)
-def add_rest(given: Any, part: Any, parts: Any) -> None:
-    """y += x w^T over the columns that fill no vector; kind: of w."""
-    kind, width = given.kind, given.width
-    for row in range(given.count * part // parts, given.count * (part + 1) // parts):
-        values = floats(given.x + row * given.x_row, width)
-        results = floats(given.y + row * given.y_row, given.outputs)
-        for output in range(given.outputs):
-            at = given.w + output * given.w_row
-            for column in range(width // LANES * LANES, width):
-                if kind == FLOAT32:
-                    weight = floats(at, width)[column]
-                else:
-                    bits = numba.carray(pointer(at), width, np.uint16)[column]
-                    if CONVERTS_HALVES and kind == FLOAT16:
-                        weight = half_to_float(bits)
-                    else:
-                        weight = np.int32(np.int32(bits) << np.int32(16)).view(np.float32)
-                results[output] += values[column] * weight
 
 
 # ---- in LLVM's language ----

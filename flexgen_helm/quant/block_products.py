@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.amx import has_amx
-from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
-from flexgen_helm.kernels.vector_products import DecodeRows, Product
+from flexgen_helm.kernels.vector_products import DecodeRows, multiply_rows
 from flexgen_helm.quant.blocks import decode
 from flexgen_helm.quant.formats import BlockFormat
 
 # Values that plain torch decodes at once: it takes about 20 bytes for each.
 _TORCH_ELEMENTS = 1 << 20
-# Weights, times rows of x in fours, that occupy a thread for longer than it takes to wake.
+# Values that occupy a thread for longer than it takes to wake.
 _THREAD_ELEMENTS = 1 << 17
 # Rows of x from which on the matrix unit is faster, with decoded tiles.
 _AMX_ROWS = 28
@@ -48,21 +47,8 @@ def block_matmul(
         return None
     if not _takes(packed, fmt, width) or (module := loops(fmt)()) is None:
         return None
-    y = empty((count, packed.shape[0]))
-    given = Product(
-        x=x.data_ptr(),
-        x_row=4 * x.stride(0),
-        w=packed.data_ptr(),
-        w_row=packed.stride(0),
-        y=y.data_ptr(),
-        y_row=4 * y.stride(0),
-        count=count,
-        outputs=len(packed),
-        steps=width // fmt.block_values,
-    )
-    threads = width * len(packed) * -(-count // 4) // _THREAD_ELEMENTS
-    run_on_threads(module.loops(fmt)[0], given, threads)
-    return y if bias is None else add_bias(y, bias)
+    y = multiply_rows(module.loops(fmt)[0], x, packed, width // fmt.block_values)
+    return y if bias is None else y.add_(bias)
 
 
 def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:

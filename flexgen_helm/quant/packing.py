@@ -100,8 +100,9 @@ def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
     rows, width = matrix.shape
     check(_to_groups(matrix, fmt), fmt)
     packed = torch.empty((fmt.num_stripes(rows), fmt.stripe_bytes(width)), dtype=torch.uint8)
-    given = packed_fields(packed, fmt, word_table(fmt.bits, packed.device), matrix)
-    given = given._replace(tried=TRIED_SCALES if fmt.fit == "error" else 0)
+    table = word_table(fmt.bits, packed.device)
+    tried = TRIED_SCALES if fmt.fit == "error" else 0
+    given = packed_fields(packed, fmt, table, matrix)._replace(tried=tried)
     run_on_threads(module.pack_columns, given, packed.shape[0] * width)
     return packed
 

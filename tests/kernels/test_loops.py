@@ -84,10 +84,7 @@ def writes_nothing(given, part, parts):
 
 TRIED = [
     (attention.loops, attention_loop, "attend"),
-    *(
-        (layer_rows.loops, layer_loop, f"{name}_rows")
-        for name in ("norm", "rotate", "combine", "bias", "put")
-    ),
+    *((layer_rows.loops, layer_loop, f"{name}_rows") for name in ("norm", "rotate", "gate", "put")),
     *(
         (kernels.loops, numba_kernels, name)
         for name in ("dequantize_rows", "dequantize_columns", "matmul_columns")
