@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
-    CONVERTS_HALVES as CONVERTS_HALVES,
+    CONVERTS_HALVES,
     HAS_AVX512,
     INT32,
     INT64,
@@ -38,11 +38,13 @@ from flexgen_helm.kernels.emit import (
     store,
     widen,
 )
-from flexgen_helm.kernels.team import BFLOAT16, FLOAT32
+from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
 from flexgen_helm.kernels.vector_products import DecodeRows, Product
 
 # Rows of x and of the matrix whose sums, and what they are made of, stay in registers.
 ROWS, OUTPUTS = (4, 4) if HAS_AVX512 else (2, 4)
+# Types of elements that loops read.
+READ_KINDS = (BFLOAT16, FLOAT32, FLOAT16) if CONVERTS_HALVES else (BFLOAT16, FLOAT32)
 # Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next:
 # it stays in the first cache beside some rows of x, and sums in the second.
 _TILE_OUTPUTS, _TILE_VALUES, _TILE_ROWS = 16, 256, 128

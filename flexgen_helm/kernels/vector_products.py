@@ -32,9 +32,8 @@ _THREAD_ELEMENTS = 1 << 17
 
 def multiplies_as_stored(dtype: torch.dtype) -> bool:
     """Return whether products on the host, in float32, read weights in `dtype` as they rest."""
-    if dtype not in KINDS or (module := loops()) is None:
-        return False
-    return bool(module.CONVERTS_HALVES or dtype != torch.float16)
+    module = loops() if dtype in KINDS else None
+    return module is not None and KINDS[dtype] in module.READ_KINDS
 
 
 def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
