@@ -256,7 +256,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calla
 
     scale, tokens = q.shape[-1] ** -0.5, len(q)
     if not can_attend(q, k, v):
-        return partial(attend_causal, q, k, v, AttentionConfig(scale))
+        return partial(attend_causal, q, (k, v), AttentionConfig(scale))
     table = SegmentTable.of([TokenGroup(0, tokens, [Segment(0, 0, tokens)])], range(tokens))
     by_head = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     return partial(attend_segments, q, table.at([by_head]), Way(scale))

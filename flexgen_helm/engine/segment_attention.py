@@ -114,7 +114,7 @@ def attend_prompt(
     """
     start, config, fmt = prompt.sequence.start, at.config, at.cache.codec.cache_format
     if fmt is None or not len(older[0]):
-        return attention.attend_causal(q, *new, config, at.window, start)
+        return attention.attend_causal(q, new, config, at.window, start)
     chunks = query_chunks(q, start, at.window, fmt)
     if fmt.is_sparse:
         return attention.attend_top_k(q, older, new, config, chunks)

@@ -117,7 +117,7 @@ def _decode(given: Any, part: Any, parts: Any) -> None:
     """Fill rows with float32 values."""
     for row in range(given.rows * part // parts, given.rows * (part + 1) // parts):
         source, target = given.w + row * given.w_row, given.target + row * given.target_row
-        _decode_stored((source, given.steps, target, given.w_row))
+        _decode_stored(_Steps(source, given.steps, target, given.w_row))
 
 
 def _multiply(given: Any, part: Any, parts: Any) -> None:
@@ -170,7 +170,8 @@ def _decode_tile(given: Any, tile: Any, step: Any, first: Any, last: Any) -> Non
     ahead = most * _BYTES if more else _TILE_OUTPUTS * given.w_row - step * _BYTES
     for output in range(first, last + 1):
         target = tile + (output - first) * 4 * _TILE_VALUES
-        _decode_stored((at + output * given.w_row, min(most, given.steps - step), target, ahead))
+        source, count = at + output * given.w_row, min(most, given.steps - step)
+        _decode_stored(_Steps(source, count, target, ahead))
 
 
 def _multiply_tile(given: Any, tile: Any, step: Any, rows: Any, outputs: Any) -> None:
@@ -261,14 +262,16 @@ def _rows(builder: Any, first: Any, distance: Any, last: Any, count: int) -> lis
     return [builder.add(first, builder.mul(distance, number)) for number in numbers]
 
 
-def _write_floats(
-    stored: Stored, builder: Any, packed: Any, steps: Any, target: Any, ahead: Any
-) -> None:
-    """Bring steps of a row to float32. ahead: bytes to those that come after them."""
-    with cgutils.for_range(builder, steps) as loop:
-        at = builder.add(packed, builder.mul(loop.index, INT64(stored.bytes)))
-        to = builder.add(target, builder.mul(loop.index, INT64(4 * stored.values)))
-        _prefetch(builder, stored, builder.add(at, ahead))
+# Steps of a row, and bytes to those that come after them.
+_Steps = namedtuple("_Steps", "packed count target ahead")
+
+
+def _write_floats(stored: Stored, builder: Any, steps: Any) -> None:
+    """Bring steps of a row to float32."""
+    with cgutils.for_range(builder, steps.count) as loop:
+        at = builder.add(steps.packed, builder.mul(loop.index, INT64(stored.bytes)))
+        to = builder.add(steps.target, builder.mul(loop.index, INT64(4 * stored.values)))
+        _prefetch(builder, stored, builder.add(at, steps.ahead))
         for vector, weights in enumerate(stored.weights(builder, at)):
             store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
 

@@ -74,8 +74,7 @@ class AttentionConfig:
 
 def attend_causal(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys_values: KeysValues,
     config: AttentionConfig,
     window: Window | None = None,
     start: int = 0,
@@ -84,10 +83,10 @@ def attend_causal(
 
     start: absolute position of the first token.
 
-    q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
+    q [T, Hq, D], keys and values [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
     tokens, device = len(q), q.device
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    k, v = (x.transpose(0, 1) for x in keys_values)
     if window is None or window.oldest(tokens - 1, start) <= 0:
         at = torch.arange(tokens, device=device)
         return _attend_rows(q, (k, v), config, (at, at), is_causal=True)

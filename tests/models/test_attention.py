@@ -77,7 +77,7 @@ def test_causal(kernel, config, key_heads, monkeypatch):
             allowed &= at[:, None] // window.tokens == at // window.tokens
         elif window is not None:
             allowed &= at[:, None] - at < window.tokens
-        found = attention.attend_causal(q, k, v, config, window, start)
+        found = attention.attend_causal(q, (k, v), config, window, start)
         assert close(found, formula(q, k, v, config, allowed, at - start)), (tokens, window, start)
 
 
@@ -129,7 +129,7 @@ def test_a_window_over_a_shared_segment_merges_with_the_rest(kernel, config, win
     mask = attention.additive_mask(hidden, torch.float32)
     keys_values = k[:8].transpose(0, 1), v[:8].transpose(0, 1)
     common = attention.attend_prefix(q, keys_values, config, at, VisibleKeys(mask, hidden.all(-1)))
-    rest = attention.attend_causal(q, k[8:], v[8:], config, Window(window))
+    rest = attention.attend_causal(q, (k[8:], v[8:]), config, Window(window))
     distance = at[:, None] - torch.arange(13)[None, :]
     expected = formula(q, k, v, config, (distance >= 0) & (distance < window), at)
     assert close(attention.merge_partial(rest, common), expected)
@@ -173,8 +173,8 @@ def test_products_of_16_bits_do_not_overflow(monkeypatch):
         torch.linspace(60, 80, 3)[:, None, None].expand(3, 2, 64).to(HALF),
         torch.randn(3, 2, 64, dtype=HALF),
     )
-    out, lse = attention.attend_causal(q, k, v, AttentionConfig(0.04))
-    expected = attention.attend_causal(q.float(), k.float(), v.float(), AttentionConfig(0.04))
+    out, lse = attention.attend_causal(q, (k, v), AttentionConfig(0.04))
+    expected = attention.attend_causal(q.float(), (k.float(), v.float()), AttentionConfig(0.04))
     assert (q[0].double() @ k[0].double().T).max() > 3e5
     assert lse.isfinite().all() and (lse / expected[1] - 1).abs().max() < 1e-3
     assert (out.float() - expected[0]).abs().max() < 1e-2
