@@ -43,11 +43,6 @@ def _sum_of_squares(address: Any, width: Any) -> Any:
     return np.float32(total)
 
 
-@njit
-def _share(count: Any, part: Any, parts: Any) -> Any:
-    return range(count * part // parts, count * (part + 1) // parts)
-
-
 @partial(Loop, NormRows)
 def norm_rows(given: Any, part: Any, parts: Any) -> None:
     """y = x / sqrt(mean(x^2) + eps) (weight + more), by rows; y without gaps.
@@ -56,7 +51,7 @@ def norm_rows(given: Any, part: Any, parts: Any) -> None:
     """
     width, constants = given.width, floats(given.constants, 2)
     weight = floats(given.weight, width)
-    for number in _share(given.rows, part, parts):
+    for number in range(given.rows * part // parts, given.rows * (part + 1) // parts):
         row = given.x + number * given.x_row
         x, y = floats(row, width), floats(given.y + number * width * 4, width)
         scale = _ONE / np.sqrt(_sum_of_squares(row, width) / np.float32(width) + constants[0])
@@ -71,7 +66,7 @@ def rotate_rows(given: Any, part: Any, parts: Any) -> None:
     """
     size, width = given.size, given.width
     half = size // 2
-    for token in _share(given.tokens, part, parts):
+    for token in range(given.tokens * part // parts, given.tokens * (part + 1) // parts):
         cos, sin = (
             floats(given.cos + token * size * 4, size),
             floats(given.sin + token * size * 4, size),
@@ -138,7 +133,7 @@ def put_rows(given: Any, part: Any, parts: Any) -> None:
     """
     width = given.width
     slots, units = integers(given.slots, given.count), integers(given.units, given.count)
-    for number in _share(given.count, part, parts):
+    for number in range(given.count * part // parts, given.count * (part + 1) // parts):
         target = given.target + slots[number] * given.to_slot + units[number] * given.to_unit
         for head in range(given.heads):
             source = floats(given.rows + number * given.row + head * given.row_head, width)
