@@ -14,7 +14,7 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +90,7 @@ class Segments(NamedTuple):
 
     table: SegmentTable
     rows: Records
-    operands: Sequence[tuple[Tensor, Tensor]]
+    operands: Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class SegmentTable:
         begin = np.maximum(first["position"], jobs["begin"])
         return np.where(end > 0, np.minimum(until, end), until) - begin
 
-    def at(self, operands: Sequence[tuple[Tensor, Tensor]]) -> Segments:
+    def at(self, operands: Sequence[Sequence[Tensor]]) -> Segments:
         """Fill in where keys and values are; operands: of each source, [slots, Hk, S, D], all of
         one dtype.
         """
@@ -210,9 +210,10 @@ def attend_segments(
     """
     (_, heads, dim), (table, rows, operands) = q.shape, segments
     assert q.dtype == torch.float32 and q.device.type == "cpu" and q.stride(-1) == 1
+    begun = begun or Begun.empty(q)
     if (module := loops()) is None:
-        return _attend_plainly(q, segments, way)
-    out, lse, state = begun or Begun.empty(q)
+        return _attend_plainly(q, segments, way, begun)
+    out, lse, state = begun
     assert lse.is_contiguous() and state.is_contiguous()
     keys, jobs = operands[0][0], table.jobs
     key_heads = keys.shape[1]
@@ -258,10 +259,9 @@ def _scale_and_cap(scale: float, softcap: float | None) -> np.ndarray[Any, np.dt
     return np.array([scale, softcap or 0.0], np.float32)
 
 
-def _attend_plainly(q: Tensor, segments: Segments, way: Way) -> tuple[Tensor, Tensor]:
+def _attend_plainly(q: Tensor, segments: Segments, way: Way, begun: Begun) -> tuple[Tensor, Tensor]:
     """The formula, one group of tokens after the other, over all keys of its segments."""
-    positions = segments.table.positions
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:2], -math.inf)
+    positions, (out, lse, _) = segments.table.positions, begun
     for job in segments.table.jobs:
         tokens = slice(job["token"], job["token"] + job["count"])
         seen = segments.rows[job["segment"] : job["last_segment"]]
@@ -283,7 +283,7 @@ def _attend_plainly(q: Tensor, segments: Segments, way: Way) -> tuple[Tensor, Te
     return out, lse
 
 
-def _keys_and_values(operands: Sequence[tuple[Tensor, Tensor]], segment: Any) -> list[Tensor]:
+def _keys_and_values(operands: Sequence[Sequence[Tensor]], segment: Any) -> list[Tensor]:
     """Keys and values [Hk, S, D] of a segment, in float32."""
     keys = slice(segment["first"], segment["first"] + segment["length"])
     return [x[segment["slot"], :, keys].float() for x in operands[segment["source"]]]
@@ -293,46 +293,41 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     """Prompts, one of them behind a shared prefix, and tokens over caches, one of them in two
     steps.
     """
-    draw = torch.Generator().manual_seed(0)
+    draw, dim, before, counts = torch.Generator().manual_seed(0), 20, 67, (70, 9)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
-    dim, before, counts = 20, 67, (70, 9)
-    q, prefix = normal(sum(counts), 4, dim), normal(2, 1, 2, before, dim)
-    new, shared = normal(2, 1, 2, sum(counts), dim), Segment("prefix", 0, before)
-    prompts = (
+    total, shared = sum(counts), Segment("prefix", 0, before)
+    q, cached = normal(total + 2, 4, dim), Segment("cache", before, 57, 1)
+    positions = [*range(before, before + counts[0]), *range(counts[1]), 4, before + 56]
+    first = (
         TokenGroup(0, counts[0], [shared, Segment("new", before, counts[0])]),
         TokenGroup(counts[0], counts[1], [Segment("new", 0, counts[1], first=counts[0])]),
+        TokenGroup(total + 1, 1, [shared], end=BLOCK_KEYS),
     )
-    positions = [*range(before, before + counts[0]), *range(counts[1])]
-    segments = SegmentTable.of(prompts, positions).at([(prefix[0], prefix[1]), (new[0], new[1])])
+    rest = (
+        TokenGroup(total, 1, [Segment("cache", 0, 5)]),
+        TokenGroup(total + 1, 1, [shared, cached], begin=BLOCK_KEYS),
+    )
+    tables = SegmentTable.of(first, positions), SegmentTable.of(rest, positions)
+    sizes = {"prefix": (1, before), "new": (1, total), "cache": (2, 57)}
     ways = Way(0.3), Way(0.3, (50, False), 2.0), Way(0.3, (50, True), None, normal(4))
-    for way in ways:
-        yield lambda way=way: _joined(*attend_segments(q, segments, way))  # type: ignore[misc]
-    positions = [4, before + 56]
-    cached = Segment("cache", 0, 5), Segment("cache", before, 57, 1)
-    first = SegmentTable.of([TokenGroup(1, 1, [shared], end=64)], positions)
-    groups = TokenGroup(0, 1, cached[:1]), TokenGroup(1, 1, [shared, cached[1]], begin=64)
-    rest = SegmentTable.of(groups, positions)
     for dtype in KINDS:
-        if not can_attend_caches(q.device, dtype):
-            continue
-        caches, pair = normal(2, 2, 2, 57, dim).to(dtype), prefix.to(dtype)
-        given = {"cache": (caches[0], caches[1]), "prefix": (pair[0], pair[1])}
-        steps = [table.at([given[source] for source in table.sources]) for table in (first, rest)]
-        for way in ways:
-
-            def in_two_steps(way: Way = way, steps: Sequence[Segments] = steps) -> Tensor:
-                begun = Begun.empty(q[:2])
-                attend_segments(q[:2], steps[0], way, begun)
-                return _joined(*attend_segments(q[:2], steps[1], way, begun))
-
-            yield in_two_steps
+        if can_attend_caches(q.device, dtype):
+            given = {
+                source: tuple(normal(2, slots, 2, keys, dim).to(dtype))
+                for source, (slots, keys) in sizes.items()
+            }
+            steps = [table.at([given[source] for source in table.sources]) for table in tables]
+            yield from (partial(_attend_in_steps, q, steps, way) for way in ways)
 
 
-def _joined(out: Tensor, lse: Tensor) -> Tensor:
-    return torch.cat((out, lse[..., None]), -1)
+def _attend_in_steps(q: Tensor, steps: Sequence[Segments], way: Way) -> Tensor:
+    begun = Begun.empty(q)
+    for segments in steps:
+        attend_segments(q, segments, way, begun)
+    return torch.cat((begun.out, begun.lse[..., None]), -1)
 
 
 loops = Loops("attention", "flexgen_helm.kernels.attention_loop", _examples, tolerance=1e-4)
