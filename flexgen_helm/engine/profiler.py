@@ -38,7 +38,6 @@ from flexgen_helm.kernels.attention import (
     TokenGroup,
     Way,
     attend_segments,
-    can_attend,
     can_attend_caches,
 )
 from flexgen_helm.kernels.layer_rows import put_rows
@@ -255,7 +254,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calla
     """
 
     scale, tokens = q.shape[-1] ** -0.5, len(q)
-    if not can_attend(q, k, v):
+    if q.dtype != torch.float32 or not can_attend_caches(q.device, q.dtype):
         return partial(attend_causal, q, (k, v), AttentionConfig(scale))
     table = SegmentTable.of([TokenGroup(0, tokens, [Segment(0, 0, tokens)])], range(tokens))
     by_head = k.transpose(0, 1)[None], v.transpose(0, 1)[None]

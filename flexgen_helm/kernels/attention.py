@@ -14,14 +14,14 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import KINDS, empty, run_on_threads, team_size
+from flexgen_helm.kernels.team import KINDS, constants, empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import Loops
 
 Records = np.ndarray[Any, np.dtype[Any]]
@@ -151,14 +151,6 @@ class SegmentTable:
         return Segments(self, rows, operands)
 
 
-def can_attend(*operands: Tensor) -> bool:
-    """Return whether `attend_segments` takes such queries, keys and values in a loop."""
-    suit = all(
-        x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in operands
-    )
-    return suit and loops() is not None
-
-
 def can_attend_caches(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `attend_segments` takes keys and values of caches in `dtype` on a device in a
     loop.
@@ -221,7 +213,7 @@ def attend_segments(
     tiles = key_heads * (-(-jobs["count"] * group // module.TILE_QUERIES))
     most_threads = min(int(tiles.sum()), int(tiles @ table.keys) * dim // _THREAD_ELEMENTS)
     threads, floats = team_size(most_threads), module.scratch_floats(dim)
-    memory, factors = empty([threads * floats]), _scale_and_cap(way.scale, way.softcap)
+    memory, factors = empty([threads * floats]), constants(way.scale, way.softcap or 0.0)
     window, is_chunked = way.window or (0, False)
     call = Call(
         jobs=jobs.ctypes.data,
@@ -249,14 +241,6 @@ def attend_segments(
     )
     run_on_threads(module.attend, call, threads)
     return out, lse
-
-
-@cache
-def _scale_and_cap(scale: float, softcap: float | None) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return both where the compiled function reads them, for as long as the process runs; no soft
-    cap is 0.
-    """
-    return np.array([scale, softcap or 0.0], np.float32)
 
 
 def _attend_plainly(q: Tensor, segments: Segments, way: Way, begun: Begun) -> tuple[Tensor, Tensor]:

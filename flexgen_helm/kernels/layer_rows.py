@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.kernels.team import empty, run_on_threads
+from flexgen_helm.kernels.team import constants, empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
 
 # Elements that occupy a thread for longer than it takes to wake.
@@ -57,7 +55,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
         return F.rms_norm(x, (width,), weight, eps)
     y = empty(x.shape)
     weight = _ones(width) if weight is None else weight
-    constants = _constants(eps, float(plus_one))  # held until the loop has ended
     given = NormRows(
         x=x.data_ptr(),
         x_row=4 * x.stride(0) if x.dim() == 2 else 4 * width,
@@ -65,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
         weight=weight.data_ptr(),
         rows=x.numel() // width,
         width=width,
-        constants=constants.ctypes.data,
+        constants=constants(eps, float(plus_one)).ctypes.data,
     )
     run_on_threads(module.norm_rows, given, x.numel() // _THREAD_ELEMENTS)
     return y
@@ -177,11 +174,6 @@ def _is_float(x: Tensor) -> bool:
 @cache
 def _ones(width: int) -> Tensor:
     return torch.ones(width, dtype=torch.float32, device="cpu")
-
-
-@cache
-def _constants(*numbers: float) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.array(numbers, np.float32)
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:

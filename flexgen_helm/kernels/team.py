@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,12 @@ KINDS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT3
 def empty(shape: Sequence[int]) -> Tensor:
     """Return memory of the host in float32, whatever PyTorch's defaults are."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+@cache
+def constants(*numbers: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return numbers where compiled loops read them, for as long as the process runs."""
+    return np.array(numbers, np.float32)
 
 
 def team_size(most_threads: int) -> int:
