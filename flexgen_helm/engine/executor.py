@@ -21,7 +21,6 @@ from torch import Tensor
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.engine.attention_metadata import (
     AttentionBackend,
-    AttentionMetadata,
     LayerAttention,
     build_attention_metadata,
 )
@@ -244,10 +243,6 @@ class _BatchState:
     nonfinite_layer: Tensor | None = None
     seconds: float = 0.0
     launched_s: float = 0.0
-
-    @property
-    def metadata(self) -> AttentionMetadata:
-        return self.attention.metadata
 
     def check_finite(self) -> Tensor:
         """Take the sums into `nonfinite_layer`, and return that."""
@@ -518,7 +513,7 @@ class Executor:
         elif state.hidden is None:  # load_activation(i, j, k), begun an item ago
             state.hidden = self._activations.load(item.batch)
         if state.rotary is None:
-            state.rotary = self._decoder.rotary(state.metadata.positions.on_device)
+            state.rotary = self._decoder.rotary(state.attention.metadata.positions.on_device)
         # load_cache and load_activation(i, j, k + 1)
         self._prefetch(item, current.following.get(item), states)
         return state
@@ -534,7 +529,7 @@ class Executor:
         if (layer := self._layer_of(following.stage)) is not None:
             # no room for two layers: it is brought when it is needed
             with suppress(MemoryLimitError):
-                state.metadata.prefetch(layer, self.cache)
+                state.attention.metadata.prefetch(layer, self.cache)
 
     def _compute(self, step: list[WorkItem], current: _Pass) -> HeadOutput | None:
         """Take the batches of a step through its stage; return what the head computed, and None
@@ -547,7 +542,7 @@ class Executor:
         with self._weights.stage(name, is_repeated=len(step) > 1) as weights:
             if layer is None:
                 state = self._begin(step[0], current)
-                metadata = state.metadata
+                metadata = state.attention.metadata
                 self._end(
                     step[0],
                     current,

@@ -494,23 +494,20 @@ def _attend_blocks(given: Any, job: Any, tile: Any) -> tuple[Any, Any]:
 
 
 @njit
-def _keep_tile(given: Any, job: Any, tile: Any) -> None:
-    """Leave outputs, sums and maxima for the next job of the tokens."""
-    numbers, sums, outputs, _ = _numbers(given, tile)
-    for lane in range(tile.lanes):
-        token, head = _token_and_head(given, job, tile, lane)
-        after, lse = _kept(given, token, head)
-        for element in range(given.dim):
-            after[element] = outputs[element, lane]
-        after[given.dim], lse[0] = sums[lane], numbers[_MAXIMUM, lane]
+def _end_tile(given: Any, job: Any, tile: Any, keys: tuple[Any, Any]) -> None:
+    """Write results, or leave sums for the next job of the tokens.
 
-
-@njit
-def _finish_tile(given: Any, job: Any, tile: Any, keys: tuple[Any, Any]) -> None:
-    """Write results; keys: as `_attend_blocks` returns them."""
+    keys: as `_attend_blocks` returns them.
+    """
     numbers, sums, outputs, addresses = _numbers(given, tile)
     for lane in range(tile.lanes):
         token, head = _token_and_head(given, job, tile, lane)
+        state, lse = _kept(given, token, head)
+        if job.end:
+            for element in range(given.dim):
+                state[element] = outputs[element, lane]
+            state[given.dim], lse[0] = sums[lane], numbers[_MAXIMUM, lane]
+            continue
         addresses[lane] = given.out + token * given.out_row + head * given.out_head
         weight = numbers[_MAXIMUM, lane]
         # all scores are minus infinity: no number, as elsewhere; or no key is seen
@@ -519,11 +516,11 @@ def _finish_tile(given: Any, job: Any, tile: Any, keys: tuple[Any, Any]) -> None
             sees = low < min(numbers[_HIGH, lane], np.float32(keys[1]))
             sums[lane] = np.nan if sees else 1
             weight = np.float32(-np.inf)
-        _kept(given, token, head)[1][0] = np.float32(math.log(sums[lane]) + weight)
+        lse[0] = np.float32(math.log(sums[lane]) + weight)
         result = floats(addresses[lane], given.dim)
         for element in range(tile.turned, given.dim):
             result[element] = outputs[element, lane] / sums[lane]
-    for lane in range(0, tile.lanes, LANES):
+    for lane in range(0, 0 if job.end else tile.lanes, LANES):
         at = np.int64(addresses.ctypes.data) + 8 * lane
         of_sums = np.int64(sums.ctypes.data) + 8 * lane
         for element in range(0, tile.turned, LANES):
@@ -551,8 +548,5 @@ def attend(given: Any, part: Any, parts: Any) -> None:
                     tile = _tile_at(given, job, head, first_row, memory)
                     _begin_tile(given, job, tile)
                     keys = _attend_blocks(given, job, tile)
-                    if job.end:
-                        _keep_tile(given, job, tile)
-                    else:
-                        _finish_tile(given, job, tile, keys)
+                    _end_tile(given, job, tile, keys)
                 number += 1
