@@ -138,14 +138,8 @@ def _beside_weights(problem: PlanningProblem, asked: PlanOptions) -> PlanningPro
     from flexgen_helm.offload.matrices import bytes_at_rest
 
     config = asked.config
-    at_rest = bytes_at_rest(
-        resolve(asked.model),
-        problem.precision,
-        _offload_folder(config),
-        config.limits.disk is None,
-        config.weights,
-        config.seed,
-    )
+    model, folder = resolve(asked.model), _offload_folder(config)
+    at_rest = bytes_at_rest(model, problem.precision, folder, config)
     if not at_rest:
         return problem
     say(f"the disk has {size(at_rest)} of these weights already, which need no more room")

@@ -48,8 +48,8 @@ from flexgen_helm.checkpoint.paths import (
     update_state,
 )
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.loop_attention import has_packed_steps
 from flexgen_helm.engine.opening import OpenedModel
-from flexgen_helm.engine.packed_attention import has_packed_steps
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import log_normalizers
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError, UsageError
@@ -374,16 +374,16 @@ def _attention_fault(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         hidden = (torch.arange(keys, device=device) < keys // 3).expand(batch, 1, 1, keys)
         mask = additive_mask(hidden, dtype) if hides else None
         try:
-            found = attend(q, k, v, config, is_causal=queries > 1, mask=mask)
+            found = attend(q, (k, v), config, queries > 1, mask)
         # of another PyTorch's private operators
         except (AttributeError, TypeError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return f"{type(error).__name__}: {error}".splitlines()[0]
         exact = None if mask is None else mask.float()
-        for value, known in zip(
-            found, attend_unfused(q.float(), k.float(), v.float(), config, queries > 1, exact)
-        ):
+        keys_values = k.float(), v.float()
+        expected = attend_unfused(q.float(), keys_values, config, queries > 1, exact)
+        for value, known in zip(found, expected):
             largest = max(largest, _largest(value.float() - known) / _largest(known))
     return (
         f"wrong by {largest:.2g} of the largest value"

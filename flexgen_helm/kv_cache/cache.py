@@ -228,15 +228,14 @@ class KVCache:
 
     # Writing
 
-    def write(
-        self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor, units: Planes
-    ) -> None:
+    def write(self, sequence: Sequence, layer: int, keys_values: KeysValues, units: Planes) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt; units: its whole groups, encoded."""
         if not self._stores[layer]:
             return
+        block, slot = sequence.seat
         stored, cache = self._stored_layer(layer), self._open(block)
         if self._window is not None:
-            cache.newest.write(stored, slot, self._window.encode_prompt(k, v))
+            cache.newest.write(stored, slot, self._window.encode_prompt(*keys_values))
         if len(units[0]):
             planes = self.copy_to_host("cache", *units) if cache.attends_on_host else units
             cache.storage.write(stored, slot, planes)

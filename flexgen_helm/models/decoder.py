@@ -255,8 +255,7 @@ class Decoder:
         hidden = batch.take_hidden()
         attention = partial(self._attention, weights, layer, batch)
         if residual.parallel:
-            x = layer_rows.add(attention(hidden), hidden)
-            return layer_rows.add(x, mlp(hidden))
+            return attention(hidden).add_(hidden).add_(mlp(hidden))
         hidden = self._add(weights, "attn", attention(hidden), hidden)
         return self._add(weights, "mlp", mlp(hidden), hidden)
 
@@ -300,7 +299,7 @@ class Decoder:
         residual = RESIDUALS[self.config.residual]
         if residual.output_norm:
             x = self._norm(weights, f"{block}_post_norm", x)
-        hidden = layer_rows.add(x, hidden)
+        hidden = x.add_(hidden)
         return self._norm(weights, f"{block}_norm", hidden) if residual.sum_norm else hidden
 
     def _mlp(self, weights: Products, name: str, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.published import read_blocks
 from flexgen_helm.checkpoint.stored_tensors import StoredRows
-from flexgen_helm.config import WeightSource
+from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.kernels.team import stay_alone
@@ -56,29 +56,24 @@ from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEM
 
 
 def bytes_at_rest(
-    model: ResolvedModel,
-    precision: Precision,
-    folder: Path,
-    with_written: bool,
-    weights: WeightSource,
-    seed: int,
+    model: ResolvedModel, precision: Precision, folder: Path, config: EngineConfig
 ) -> int:
     """Return the bytes of a model's matrices that need no more room below `folder`; 0 before the
     model is fetched.
 
-    with_written: see `WeightsAtRest.num_bytes`.
-    weights, seed: see `open_checkpoint`.
+    config: of the engine; without a limit for the disk, files that hold weights already count too.
 
     Raises `CheckpointError` for weights that cannot be used.
     """
-    if weights == "pretrained" and local_weights(model) is None:
+    if config.weights == "pretrained" and local_weights(model) is None:
         return 0
-    checkpoint = open_checkpoint(model, weights=weights, seed=seed)
+    checkpoint = open_checkpoint(model, weights=config.weights, seed=config.seed)
     precision = replace(
         precision, published=PublishedFormats(checkpoint.formats, checkpoint.rows_are_gathered)
     )
     sizes = StorageSizes(checkpoint.config, precision).matrices
-    return WeightsAtRest(checkpoint, precision, folder).num_bytes(sizes, with_written)
+    at_rest = WeightsAtRest(checkpoint, precision, folder)
+    return at_rest.num_bytes(sizes, with_written=config.limits.disk is None)
 
 
 class WeightsAtRest:

@@ -26,7 +26,6 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import amx_matmuls
-from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
@@ -455,12 +454,13 @@ class _StageView(StageWeights):
     def _product(self, name: str, weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply with a matrix whose rows are in the order in which they rest."""
         fmt, out_size, invariant = weight.fmt, weight.rows, self._weights.batch_invariant
+        packed = None if fmt is None else (fmt, out_size)
         if weight.resident is not None:
-            return tiled_linear(x, weight.resident, bias, fmt, out_size, invariant)
+            return tiled_linear(x, weight.resident, bias, packed, invariant)
         if weight.expert is not None:
             assert self._weights.streamer is not None
             matrix = self._weights.streamer.matrix(weight.expert, f"{self._stage}.{name}.weight")
-            return tiled_linear(x, matrix, bias, fmt, out_size, invariant)
+            return tiled_linear(x, matrix, bias, packed, invariant)
         assert self._streamed_rows is not None
         units = self._streamed_rows(name)
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
@@ -471,7 +471,8 @@ class _StageView(StageWeights):
                 # the last stripe is padded
                 count = min(rows.shape[0] * stripe_rows, out_size - first)
                 part = None if bias is None else bias[first : first + count]
-                yield first, tiled_linear(x, rows, part, fmt, count, invariant)
+                stored = None if fmt is None else (fmt, count)
+                yield first, tiled_linear(x, rows, part, stored, invariant)
 
         return join_rows(parts(), x, out_size)
 
@@ -494,7 +495,7 @@ class _StageView(StageWeights):
             return super().linears(names, x)
         for name, y in zip(names, products):
             if (bias := self.vector(f"{name}.bias")) is not None:
-                add_bias(y, bias)
+                y.add_(bias)
         return products
 
     def vector(self, name: str) -> Tensor | None:

@@ -48,7 +48,7 @@ def counted(device):
     def step(compute, _, batches):
         before = sum(device.kernels.values())
         hidden = compute()
-        if not any(batch.attend.metadata.prompts for batch in batches):
+        if not any(batch.attend.backend.metadata.prompts for batch in batches):
             counts.layers.append(sum(device.kernels.values()) - before)
         return hidden
 

@@ -24,7 +24,7 @@ def launches_by_prompts(path, asked, precision="fp16"):
             before = sum(device.kernels.values())
             hidden = compute()
             (batch,) = batches
-            number = len(batch.attend.metadata.prompts)
+            number = len(batch.attend.backend.metadata.prompts)
             found[number] = max(found[number], sum(device.kernels.values()) - before)
             return hidden
 

@@ -16,7 +16,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine import proof
 from flexgen_helm.errors import UsageError
 from flexgen_helm.kernels.amx import has_amx
-from flexgen_helm.kernels.attention import can_attend
+from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from tests.helpers.software_tiles import software_tiles
 from tests.helpers.tiny_causal_models import tiny_config
@@ -30,7 +30,8 @@ pytestmark = [
         not IS_AMD, reason=("PyTorch's exponentials were tried on AMD's processors alone")
     ),
     pytest.mark.skipif(
-        not can_attend(torch.zeros(1, 1, 1)), reason="no compiled loop attends here"
+        not can_attend_caches(torch.device("cpu"), torch.float32),
+        reason="no compiled loop attends here",
     ),
 ]
 # Kinds of layers: windows and caps, biases, positions, ALiBi, parallel ones, experts, sinks, and a

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine import attention_metadata
+from flexgen_helm.engine import loop_attention
 from flexgen_helm.models import attention
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
@@ -265,7 +265,7 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
     requests = scoring()
     # What attends to a prefix: with a plain cache, all segments of a prompt at once.
     owner, function = (
-        (attention_metadata, "attend_segments") if name == "fp16" else (attention, "attend_prefix")
+        (loop_attention, "attend_segments") if name == "fp16" else (attention, "attend_prefix")
     )
     limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
     options = dict(

@@ -161,7 +161,7 @@ def test_on_a_device_a_matrix_is_one_tile_up_to_a_bound(monkeypatch, rows, width
     with torch.device("meta"):
         packed = torch.empty((OURS.num_stripes(rows), OURS.stripe_bytes(width)), dtype=torch.uint8)
         x = torch.empty((600, width), dtype=torch.float16)
-        linear.tiled_linear(x, packed, None, OURS, rows)
+        linear.tiled_linear(x, packed, None, (OURS, rows))
         assert len(seen) == tiles and sum(out.shape[0] for out in seen) == rows
         assert max(out.numel() for out in seen) <= DEVICE_UPCAST_ELEMENTS
         seen.clear()
