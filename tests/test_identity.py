@@ -42,7 +42,7 @@ REQUESTS = [
 ]
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder):
     """A Llama of one layer whose every byte follows from this function."""
     from safetensors.numpy import save_file
 
@@ -232,7 +232,7 @@ def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path, monkeypatch):
         )
 
 
-def _change_json(folder: Path, name: str, **changes: Any) -> None:
+def _change_json(folder, name, **changes):
     content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
     (folder / name).write_text(json.dumps({**content, **changes}))
 
@@ -292,7 +292,7 @@ def test_every_file_that_is_opened_is_in_the_fingerprint(form, weights, tmp_path
     for name in ("processor_config.json", "chat_template.json", "spiece.model", "vocab.txt"):
         (folder / name).write_text("{}")
 
-    def fingerprint() -> str:
+    def fingerprint():
         with Engine.from_pretrained(folder, weights=weights) as engine:
             return engine.fingerprint
 

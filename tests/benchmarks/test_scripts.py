@@ -2,14 +2,11 @@
 left.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +48,7 @@ def in_this_process(monkeypatch):
     )
 
 
-def stored(result: dict[str, Any], out: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def stored(result, out):
     """Return a result as it is stored, and its rows by label."""
     report(result, out)
     result = json.loads(out.read_text())

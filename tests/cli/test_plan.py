@@ -42,7 +42,7 @@ def test_the_table_says_what_lives_where_and_why():
     assert "opt-30b on a100: 500 prompts of 512 tokens, 32 generated tokens each" in done.stdout
 
 
-def in_seconds(told: str) -> float:
+def in_seconds(told):
     number, unit = told.split()
     return float(number) * {"s": 1, "min": 60, "h": 3600, "days": 86400}[unit]
 

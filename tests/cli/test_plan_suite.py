@@ -32,7 +32,7 @@ MACHINE = (
 ROOT = Path(__file__).parents[2]
 
 
-def state(prompt: str, reference: str, most: int = 20, **more) -> dict:
+def state(prompt, reference, most=20, **more):
     request = {"model": "flexgen/some", "prompt": prompt, "temperature": 0.0, "num_completions": 1, "max_tokens": most,
                "stop_sequences": ["\n"], "echo_prompt": False}  # fmt: skip
     references = [
@@ -42,9 +42,7 @@ def state(prompt: str, reference: str, most: int = 20, **more) -> dict:
     return {"instance": {"id": prompt, "references": references}, "request": request, **more}
 
 
-def write_run(
-    output: Path, name: str, states: list[dict], inside: str = "dry_run", asked: int = 9
-) -> Path:
+def write_run(output, name, states, inside="dry_run", asked=9):
     file = output / "runs" / "s" / name / inside / "scenario_state.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"request_states": states}))

@@ -16,7 +16,7 @@ PLAN = ["--model", "opt-6.7b", "--hardware", "t4"]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def home(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("h")
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(folder))
     # A fresh interpreter with HELM takes many seconds, and what it says is one line of the
@@ -39,12 +39,12 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     ids=["models", "plan", "entries", "doctor"],
 )
 def test_lines_fit_and_words_are_whole(
-    arguments: list[str],
-    words: list[str],
-    width: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    arguments,
+    words,
+    width,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setenv("COLUMNS", str(width))
     cli.main(arguments)
     lines = capsys.readouterr().out.splitlines()
@@ -54,7 +54,7 @@ def test_lines_fit_and_words_are_whole(
     assert rules and not any(set(line) & set("━│┃┏") for line in lines), "one style of tables"
 
 
-def test_examples_can_be_copied_from_80_columns() -> None:
+def test_examples_can_be_copied_from_80_columns():
     commands: Any = command_line()
     lines = [
         line

@@ -2,12 +2,7 @@
 the engine.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from tests.helpers.forks import python
 from tests.helpers.real_runs import flexgen_helm
@@ -21,7 +16,7 @@ print(json.dumps([code, list(sys.modules)]))
 ENGINE = {"torch", "flexgen_helm.engine.engine", "flexgen_helm.engine.opening"}
 
 
-def modules_of(folder: Path, instances: str, start: Sequence[str] | None = None) -> list[str]:
+def modules_of(folder, instances, start=None):
     """Run a suite; return the modules that were imported, in order."""
     done = flexgen_helm(folder, instances, program=RUN, start=start)
     assert done.returncode == 0, done.stderr
@@ -30,7 +25,7 @@ def modules_of(folder: Path, instances: str, start: Sequence[str] | None = None)
     return list(modules)
 
 
-def record(folder: Path) -> dict[str, Any]:
+def record(folder):
     (path,) = (folder / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
     return dict(json.loads(path.read_text()))
 

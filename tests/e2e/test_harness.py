@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def runs(wheel_model, data, tmp_path_factory):
     return {name: suite / run.replace("/", "_") for name, run in RUNS.items()}
 
 
-def by_document(folder: Path, name: str) -> list[float]:
+def by_document(folder, name):
     found = {}
     for row in json.loads((folder / "per_instance_stats.json").read_text()):
         for stat in row["stats"]:
@@ -101,11 +100,11 @@ def test_the_numbers_of_the_harness_are_those_of_transformers(wheel_model, data,
     tokenizer = Tokenizer.from_path(wheel_model)
     assert tokenizer is not None
 
-    def logprobs(ids: list[int]) -> torch.Tensor:
+    def logprobs(ids):
         with torch.no_grad():
             return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
 
-    def score(ids: list[int]) -> list[float]:
+    def score(ids):
         found = logprobs(ids[:-1])
         return [0.0, *(found[i, token].item() for i, token in enumerate(ids[1:]))]
 

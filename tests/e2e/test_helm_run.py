@@ -1,13 +1,9 @@
 """Real `helm-run` and `flexgen-helm run` in processes of their own, on the fake engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -68,7 +64,7 @@ def test_every_prompt_is_encoded_once(tmp_path):
     assert len(prompts) == REQUESTS and {encodings[prompt] for prompt in prompts} == {1}
 
 
-def write_deployments(place: Place, *entries: dict[str, Any]) -> Path:
+def write_deployments(place, *entries):
     """Entries of a user in `prod_env`, each with our client."""
     path = place.folder / "prod_env" / "model_deployments.yaml"
     path.parent.mkdir()
@@ -93,7 +89,7 @@ def test_an_entry_of_the_user_needs_only_a_name_and_a_path(tmp_path, monkeypatch
     assert path.read_text() == before
 
 
-def run_in(place: Place, precision: str, name: str, expect: int) -> str:
+def run_in(place, precision, name, expect):
     """Run a model of the folder's `models.yaml` in a precision."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXGEN_HELM_MODELS", str(place.folder / "models.yaml"))
