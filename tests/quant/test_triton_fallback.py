@@ -77,7 +77,7 @@ def without_a_c_compiler(patch):
 
 def with_a_kernel_that_does_not_compile(patch):
     @triton.jit
-    def broken(packed):
+    def broken(packed: Any):  # an annotation that is no type of Triton
         pass
 
     patch.setattr(
