@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 LOCK := constraints.txt
 LOCKED := $(if $(LOCK),--constraint $(LOCK))
 MODEL := smollm2-135m-instruct-q4_1
-INSTANCES ?= 50
+INSTANCES ?= 79
 # LAMBADA and WikiText-2: the folder that FLEXGEN_HELM_DATA names, else shared/data beside the project.
 DATA := $(abspath $(or $(FLEXGEN_HELM_DATA),$(wildcard ../shared/data)))
 PRECISIONS ?= fp16,4bit

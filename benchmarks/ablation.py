@@ -5,7 +5,7 @@ The paper's machine has a GPU of 16 GB behind a link of 12.89 GiB/s. Its OPT-30B
 the GPU's products run at 4.3 TFLOP/s in decoding (its authors' fitted constants). Here a part of
 host memory acts as the GPU. Proportions decide what overlap, attention on the CPU and the block
 contribute, and all are kept: the GPU's memory to the model's bytes, the link and the disk to the
-    rate of decoding's products, and the cache to the weights (by the prompts' length).
+rate of decoding's products, and the cache to the weights (by the prompts' length).
 """
 
 from __future__ import annotations

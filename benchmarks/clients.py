@@ -248,7 +248,7 @@ def helm_configs(folder: Path, max_positions: int, tokenizer: Tokenizer) -> dict
     """Return HELM's configuration files (name -> content) for the reference copy in `folder`.
 
     It is there twice: `REFERENCE` without a chat template, `CHAT_REFERENCE` with it. Windows are as
-        long as ours.
+    long as ours.
     tokenizer: that of the copy, read by us.
     """
     source = {"pretrained_model_name_or_path": str(folder)}

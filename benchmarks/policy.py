@@ -22,12 +22,13 @@ from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli.engine_flags import OutFile
 from flexgen_helm.engine.machine_profile import measured_profile
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.planner import policy as planner_policy
+from flexgen_helm.planner import workload as planner_workload
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
 from flexgen_helm.planner.planner import corrected, corrections
-from flexgen_helm.planner.policy import SCHEDULES, Policy, Schedule
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.schedules import SCHEDULES, Schedule
 from flexgen_helm.planner.search import search
 from flexgen_helm.request import MemoryLimits
 
@@ -177,7 +178,9 @@ def problem_of(workload: Workload, profile: HardwareProfile, device: str) -> Pla
     config, dtype = read_model_config(workload.model)
     if device == "sim" and profile.gpu is None:
         profile = simulated_gpu(profile, workload.link_gb_s)
-    lengths = planner_policy.Workload.uniform(workload.prompt, workload.output, workload.sequences)
+    lengths = planner_workload.Workload.uniform(
+        workload.prompt, workload.output, workload.sequences
+    )
     limits = MemoryLimits(**workload.limits(device))
     return planning_problem(config, profile, lengths, storage_dtype=dtype, limits=limits)
 

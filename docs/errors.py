@@ -57,8 +57,8 @@ def entry(error: type[FlexgenError]) -> tuple[str, str]:
     cause, separator, following = (inspect.getdoc(error) or "").partition("\n\nNext: ")
     if not separator or "\n\n" in cause:
         raise ValueError(
-            f"the docstring of {error.__name__} must be a paragraph of cause, then 'Next: ' and what "
-            "helps"
+            f"the docstring of {error.__name__} must be a paragraph of cause, then 'Next: ' and "
+            "what helps"
         )
     return " ".join(cause.split()), " ".join(following.split())
 

@@ -121,7 +121,7 @@ class single_flight(Generic[P, R]):
 
     Threads that call while the first call runs wait for its result, or get its exception. A call
     that failed is not cached: the next one tries again. Arguments must be hashable. A call must not
-        lead to itself.
+    lead to itself.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:

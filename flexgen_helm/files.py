@@ -115,6 +115,11 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
+def replace_json(path: Path, content: Any) -> None:
+    """Replace a file by JSON; see `replace_text`."""
+    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
 def write_synced(path: Path, content: bytes) -> None:
     """Write a file and flush it to the disk."""
     with naming(path), path.open("wb") as file:

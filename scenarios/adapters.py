@@ -96,7 +96,7 @@ def windows(ids: Sequence[int], prefix: int, length: int) -> list[tuple[list[int
         window 1   P t0 t1 t2                      predicts t0 t1 t2 after the prefix P
         window 2           t2 t3 t4 t5             predicts t3 t4 t5
         window 3              t3 t4 t5 t6          predicts t6: the last window is filled with
-        context
+                                                   context
 
     The model is fed at most `length` tokens, because the last token of a window is only predicted.
     """

@@ -13,7 +13,7 @@ import pytest
 from flexgen_helm import Engine, MemoryLimits, Policy
 from flexgen_helm.config import OPTIONS, EngineConfig
 from flexgen_helm.errors import UsageError
-from flexgen_helm.planner.policy import SCHEDULES
+from flexgen_helm.planner.schedules import SCHEDULES
 from flexgen_helm.plugin.model_names import ARGUMENTS, find_model
 from flexgen_helm.quant.precisions import PRECISIONS
 

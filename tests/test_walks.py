@@ -247,8 +247,9 @@ def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, mon
 
 def test_a_call_upwards_is_seen():
     """Turned upside down, the order makes a climb of a call that goes down."""
-    from flexgen_helm.planner.policy import ZIGZAG, Policy
+    from flexgen_helm.planner.policy import Policy
     from flexgen_helm.planner.predict import predict
+    from flexgen_helm.planner.schedules import ZIGZAG
     from tests.helpers.planning_problems import small
 
     order = order_of_packages(PAGE.read_text())

@@ -31,9 +31,10 @@ from flexgen_helm.benchmarks.paper.tables import (
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.cost_model import block_costs
-from flexgen_helm.planner.policy import ZIGZAG, Workload
 from flexgen_helm.planner.problem import CACHE, HIDDEN, WEIGHTS, BlockShape, fraction_vector
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import Solution, search
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16, Precision
 
 PAPER = Path(__file__).parent

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from flexgen_helm.hardware.profile import HardwareProfile, Link
 from flexgen_helm.models.config import layer_stage
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.problem import (
     CD,
     CG,
@@ -26,6 +25,7 @@ from flexgen_helm.planner.problem import (
 )
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PAPER_GROUPS, PRECISIONS, Precision
+from flexgen_helm.tiers import Tier
 
 
 class CompressedTables(Precision):

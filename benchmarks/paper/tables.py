@@ -28,12 +28,14 @@ from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
-from flexgen_helm.planner.placement import TIERS
-from flexgen_helm.planner.plan import Spread, spread_of
-from flexgen_helm.planner.policy import SCHEDULES, ZIGZAG, Policy, Schedule, Workload
+from flexgen_helm.planner.plan import MeasuredRange, spread_of
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
+from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG, Schedule
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
+from flexgen_helm.tiers import TIERS
 
 # A smaller figure with two decimals is too coarse to compare with.
 MIN_TOKENS_PER_S = 0.05
@@ -118,7 +120,7 @@ def label_of(line: Mapping[str, str]) -> str:
     return f"{line.get('system', '')} {line['model']} {block} {shares}{held}".lstrip()
 
 
-def summarize(rows: list[dict[str, Any]], spread: Spread) -> dict[str, Any]:
+def summarize(rows: list[dict[str, Any]], spread: MeasuredRange) -> dict[str, Any]:
     """Return {median_error, max_error, n} over all rows and, under `by_system`, for each system.
 
     Systems are divided by machine if the table names machines. Under `within_range`, how many rows

@@ -4,7 +4,7 @@ No torch.
 `catalog.jsonl` has one model a line, its `config` in the words of its `config.json`, with the
 `quantization_config` of weights that are published in other types than 16 bits. Galactica's entries
 have neither biases nor norm weights: files of its large sizes leave them out, those of the small
-    sizes contain zeros and ones.
+sizes contain zeros and ones.
 
 Models that run by transformers' modules are traced, which takes PyTorch. `catalog_traced.jsonl` has
 what was found, so that plans do not trace again (`make catalog` writes it).

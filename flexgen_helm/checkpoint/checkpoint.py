@@ -17,12 +17,20 @@ from itertools import zip_longest
 from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.published import FillRows, filler
-from flexgen_helm.checkpoint.stored_tensors import MatchedTensor, StoredPlane, StoredRows
+from flexgen_helm.checkpoint.matching import MatchedTensor
+from flexgen_helm.checkpoint.published import filler
+from flexgen_helm.checkpoint.quantized.logical_tensor import (
+    FLOAT_TYPES,
+    MOST_THREADS,
+    TILE_ELEMENTS,
+    LogicalTensor,
+    row_tiles,
+)
+from flexgen_helm.checkpoint.stored_tensors import FillRows, StoredPlane, StoredRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.kernels.team import stay_alone
@@ -30,16 +38,6 @@ from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.blocks import decode, largest, not_finite
 from flexgen_helm.quant.formats import BlockFormat
 
-if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
-
-# Types that a tensor can have without scales.
-FLOAT_TYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16
 # at all. Values from 2^-17 on lose nothing, smaller ones at most 2^-25.
 _MAX_FLOAT16_ERROR = 2.0**-9
@@ -47,10 +45,6 @@ _MAX_FLOAT16_ERROR = 2.0**-9
 # themselves, each.
 _SAFE_NORM = 2.0**-15
 _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
-# Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its
-# result.
-TILE_ELEMENTS = 1 << 20
-MOST_THREADS = 4  # that read a tensor; each holds a tile
 
 
 class Checkpoint(ABC):
@@ -274,10 +268,8 @@ class Checkpoint(ABC):
         """Read a bfloat16 checkpoint in float16 from now on, or no longer; tensors are checked as
         they are read.
         """
-        self.as_float16, self.storage_dtype = (
-            as_float16,
-            torch.float16 if as_float16 else torch.bfloat16,
-        )
+        self.as_float16 = as_float16
+        self.storage_dtype = torch.float16 if as_float16 else torch.bfloat16
 
     def tensor(self, name: str, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
         """Read one tensor: on the CPU, contiguous, each value rounded once from the source.
@@ -355,10 +347,8 @@ class Checkpoint(ABC):
                 f"{self._title(name)} contains a value that is not finite; fetch the model again"
             )
         if not extremes.to(self._computed_dtype(name)).isfinite().all():
-            largest, dtype = (
-                float(extremes.abs().max()),
-                str(self._computed_dtype(name)).removeprefix("torch."),
-            )
+            largest = float(extremes.abs().max())
+            dtype = str(self._computed_dtype(name)).removeprefix("torch.")
             wrong = f"{self._title(name)} contains {largest:g}, too large for {dtype}"
             raise (
                 Float16Error(wrong)
@@ -375,14 +365,6 @@ def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor])
         one is not None and two is not None and torch.equal(one.float(), two.float())
         for one, two in zip_longest(first, second)
     )
-
-
-def row_tiles(parts: Iterable[range], width: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows) of each read of about a tile; width: elements per row."""
-    step = max(1, TILE_ELEMENTS // max(1, width))
-    for rows in parts:
-        for start in range(rows.start, rows.stop, step):
-            yield start, min(step, rows.stop - start)
 
 
 # ---- seeded random weights: measuring throughput needs only the shapes ----

@@ -35,7 +35,7 @@ from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_convers
 from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.stored_tensors import joined, read_header
+from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import listed, size
 from flexgen_helm.locks import locked
@@ -154,7 +154,7 @@ def bytes_by_type(path: Path) -> dict[str, int]:
         config = (path.parent if path.is_file() else path) / CONFIG
         if quantization := read_quantization(read_json(config), config):
             codes = quantization.title
-    for tensor in joined(headers).values():
+    for tensor in join_headers(headers).values():
         sizes[codes if codes and tensor.dtype[0] in "IU" else tensor.dtype] += tensor.size
     return dict(sizes)
 

@@ -13,18 +13,23 @@ import gguf
 import numpy as np
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES, Checkpoint
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import GENERATION_CONFIG, gguf_parts, model_config_from
 from flexgen_helm.checkpoint.generation_config import read_generation_settings
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, ReadRows, plain_tensor
+from flexgen_helm.checkpoint.matching import match_tensors
+from flexgen_helm.checkpoint.quantized.logical_tensor import (
+    FLOAT_TYPES,
+    LogicalTensor,
+    ReadRows,
+    plain_tensor,
+)
 from flexgen_helm.checkpoint.stored_tensors import (
     PublishedTensor,
     StoredPlane,
     StoredTensor,
-    joined,
-    match_tensors,
+    join_headers,
 )
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
@@ -47,10 +52,8 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
-        name, kind = (
-            str(header.metadata.get("general.architecture")),
-            header.metadata.get("general.type", "model"),
-        )
+        name = str(header.metadata.get("general.architecture"))
+        kind = header.metadata.get("general.type", "model")
         if kind != "model":
             raise UnsupportedArchitectureError(
                 f"{path} is no language model but of the kind {kind!r} ({name}); name the model's "
@@ -140,7 +143,9 @@ def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str
             f"-00001-of-{count:05}.gguf, with the others beside it, or join them by "
             "llama-gguf-split --merge"
         )
-    return parts, joined([header.tensors, *(read_gguf_header(part).tensors for part in parts[1:])])
+    return parts, join_headers(
+        [header.tensors, *(read_gguf_header(part).tensors for part in parts[1:])]
+    )
 
 
 def _require_known_type(tensor: StoredTensor) -> None:

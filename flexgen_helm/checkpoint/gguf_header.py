@@ -77,10 +77,10 @@ def _read(file: SourceFile) -> GgufHeader:
         file.path.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        return _Parser(data).header(file)
+        return _HeaderParser(data).header(file)
 
 
-class _Parser:
+class _HeaderParser:
     """A position in the mapped file; every method parses what is there and moves behind it."""
 
     def __init__(self, data: mmap.mmap) -> None:

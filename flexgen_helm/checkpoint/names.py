@@ -238,10 +238,8 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
     Those of a .gguf file are its own, those of other models what `quantization_config` says of all.
     Raises `UsageError` for an unknown precision.
     """
-    resolved, named = (
-        model if isinstance(model, ResolvedModel) else resolve(model),
-        precision_named(precision),
-    )
+    resolved = model if isinstance(model, ResolvedModel) else resolve(model)
+    named = precision_named(precision)
     if resolved.kind == "gguf" and resolved.path is not None:
         from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 

@@ -79,10 +79,8 @@ def explain(error: BaseException) -> str:
         return text
     if cause is error:
         text = f"{cause.filename or 'a file'} cannot be used: {cause.strerror}"
-    path, folders = (
-        Path(str(cause.filename)).absolute(),
-        {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()},
-    )
+    path = Path(str(cause.filename)).absolute()
+    folders = {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()}
     names = [name for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
     another = f"name another folder with {names[0]}" if names and cause.filename else ""
     remedies = [_REMEDIES.get(cause.errno or 0, "")]

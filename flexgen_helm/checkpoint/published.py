@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredRows
+from flexgen_helm.checkpoint.stored_tensors import (
+    FillRows,
+    PublishedTensor,
+    StoredPlane,
+    StoredRows,
+)
 
 # Returns bytes of a file: so many, from an offset on.
 ReadBytes = Callable[[SourceFile, int, int], Tensor]
-# Fills memory [count, row bytes] with blocks of rows from `start` on.
-FillRows = Callable[[int, Tensor], None]
 
 
 def filler(published: PublishedTensor, title: str) -> FillRows:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES, Checkpoint, same_elements
+from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -21,10 +21,15 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
+from flexgen_helm.checkpoint.matching import find_stored, match_tensors
 from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, check_unread
+from flexgen_helm.checkpoint.quantized.logical_tensor import (
+    FLOAT_TYPES,
+    LogicalTensor,
+    check_unread,
+)
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.stored_tensors import find_stored, joined, match_tensors, read_header
+from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
@@ -49,7 +54,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._files = [path] if path.is_file() else weight_files(folder)
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
-        stored = joined(map(read_header, self._files))
+        stored = join_headers(map(read_header, self._files))
         self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
         quantization = read_quantization(content, folder / CONFIG)
         tensors = logical_tensors(stored, quantization, path)

@@ -29,15 +29,15 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES
 from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.checkpoint.matching import missing_tensor_error
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
+    FLOAT_TYPES,
     TORCH_TYPES,
     LogicalTensor,
     check_unread,
 )
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
-from flexgen_helm.checkpoint.stored_tensors import missing_tensor_error
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
@@ -126,10 +126,8 @@ class StateDictReader:
         for conversion in conversions:
             self._conversions |= dict.fromkeys(self._converted_keys(conversion, state), conversion)
         self._stored_key = self._resolve_tied(state)
-        ignored, buffers = (
-            _any_of(model._keys_to_ignore_on_load_unexpected),
-            dict(model.named_buffers()),
-        )
+        ignored = _any_of(model._keys_to_ignore_on_load_unexpected)
+        buffers = dict(model.named_buffers())
         irrelevant = {
             name
             for key, name in unused.items()

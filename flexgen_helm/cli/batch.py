@@ -22,10 +22,10 @@ from flexgen_helm.errors import FlexgenError, RequestError, UnknownModelError, U
 from flexgen_helm.files import append, count, read_object
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
-    Asked,
-    AskedChat,
+    ChatBody,
     EncodedPrompt,
     Json,
+    RequestBody,
     error_body,
     error_status,
     parse_body,
@@ -56,7 +56,7 @@ class _Line:
 
     identity: str
     custom_id: str | None
-    asked: Asked | None = None
+    asked: RequestBody | None = None
     prompts: Sequence[EncodedPrompt] = ()
     error: Exception | None = None
 
@@ -196,7 +196,7 @@ def _answers(
                     "file asks one model, or --model answers all "
                     "lines", "model", "model_not_found", 404
                 )  # fmt: skip
-            chat = reader.chat(model) if isinstance(asked, AskedChat) else None
+            chat = reader.chat(model) if isinstance(asked, ChatBody) else None
             positions = reader.facts(model).max_positions
             prompts = to_requests(
                 asked, reader.encoder(model), chat, positions, line.custom_id or ""

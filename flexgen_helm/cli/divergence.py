@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from flexgen_helm.checkpoint.checkpoint import Checkpoint
     from flexgen_helm.engine.divergence import Compared, ComparedPrompts
-    from flexgen_helm.report.divergence import Divergence, ScoredTokens, Spread
+    from flexgen_helm.report.divergence import Divergence, ScoredTokens, TokenStatistics
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
@@ -205,7 +205,7 @@ def _divergences(
             found[entry].append(one)
             if is_told:
                 between = "\n" * (sum(map(len, found.values())) > 1)
-                print(between + describe(one, entry), flush=True)
+                print(between + divergence_text(one, entry), flush=True)
     base.remove()
     return found
 
@@ -312,13 +312,13 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
     return found
 
 
-def describe(found: Divergence, entry: str = "") -> str:
+def divergence_text(found: Divergence, entry: str = "") -> str:
     """Return a divergence as text for people; entry: the run entry that was compared, "" for a
     text.
     """
     row = "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
 
-    def spread(title: str, of: Spread) -> str:
+    def spread(title: str, of: TokenStatistics) -> str:
         interval = "" if of.interval is None else f"{of.interval[0]:.6f} … {of.interval[1]:.6f}"
         mean, *quantiles = (f"{value:.6f}" for value in (of.mean, of.median, of.p99, of.largest))
         return row(title, mean, interval, *quantiles)

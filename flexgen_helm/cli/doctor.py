@@ -299,7 +299,7 @@ def _python_subprocess(code: str, *arguments: str) -> str | None:
     """Run `code` in a fresh interpreter. Return None if it succeeds, else its last line of error.
 
     It begins in this folder, as a run would: variables may name relative paths. Modules that lie
-        here are not found.
+    here are not found.
     """
     command = [sys.executable, "-P", "-c", code, *arguments]
     try:

@@ -146,7 +146,7 @@ def check_engine_flags(options: EngineOptions, is_local: bool = True) -> None:
 
     is_local: this machine computes; False leaves to others what only they know.
     """
-    # `run` takes several
+    # `run` accepts several precisions.
     precisions = [name.strip() for name in str(options.get("precision", "")).split(",")]
     for precision in filter(None, precisions):
         parse_option("precision", precision)
@@ -158,7 +158,7 @@ def check_engine_flags(options: EngineOptions, is_local: bool = True) -> None:
     if config.device.startswith("cuda"):
         require_cuda(config.device)
     has_gpu = config.device == "auto" and why_no_cuda() is None
-    # how many, the engine says
+    # The engine finds out how many bytes; here only whether there is a GPU.
     gpu_bytes = math.inf if has_gpu or config.device.startswith(("cuda", "sim")) else 0
     say_what_limits_lack(config.limits, gpu_bytes, host_memory().total)
     if config.offload_dir is not None:

@@ -138,7 +138,7 @@ class _Once(Action):
         setattr(namespace, self.dest, values)
 
 
-class _Parser(ArgumentParser):
+class _FlagParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"run: {message}")
 
@@ -149,7 +149,7 @@ def parse_helm_flags(args: Sequence[str]) -> Namespace:
 
     Raises `UsageError` for what HELM would refuse, and for a single value given twice.
     """
-    parser = _Parser(add_help=False)
+    parser = _FlagParser(add_help=False)
     parser.set_defaults(joined={})
     parser.add_argument("-h", action="store_true")
     for flag in HELM_FLAGS:

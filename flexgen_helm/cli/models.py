@@ -17,8 +17,8 @@ from flexgen_helm.errors import FlexgenError, UnknownModelError
 from flexgen_helm.files import size
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.placement import Tier
     from flexgen_helm.planner.weight_placement import Fit
+    from flexgen_helm.tiers import Tier
 
 _PRECISIONS = ("fp16", "4bit")
 _SHORT: dict[Fit, str] = {
@@ -31,7 +31,7 @@ _SHORT: dict[Fit, str] = {
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineLimits:
     """What the table assumes of this machine.
 
     limits: bytes of each tier, less what other programs keep.
@@ -107,7 +107,7 @@ def models(
         say_example(name)
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineLimits:
     """Return what is free here. A GPU counts if a saved profile knows its memory: asking it would
     import torch.
     """
@@ -133,10 +133,10 @@ def this_machine() -> Machine:
         words = "the machine's profile has no GPU"
     else:
         words = "a GPU is not counted before `flexgen-helm profile` has measured it"
-    return Machine(limits, words)
+    return MachineLimits(limits, words)
 
 
-def list_models(machine: Machine, pattern: str = "") -> list[Row]:
+def list_models(machine: MachineLimits, pattern: str = "") -> list[Row]:
     """Return the models of the user's file, and then those of the catalog, the embedded one first.
 
     pattern: a part of name, architecture or repository in any case, or a pattern with `*`, `?`, or
@@ -152,7 +152,7 @@ def list_models(machine: Machine, pattern: str = "") -> list[Row]:
     return [row for row in rows if row is not None]
 
 
-def _row(name: str, machine: Machine, pattern: str) -> Row | None:
+def _row(name: str, machine: MachineLimits, pattern: str) -> Row | None:
     """Return the facts of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import GGUF_SIZE, local_weights
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config, resolve

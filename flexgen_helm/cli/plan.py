@@ -31,7 +31,7 @@ from flexgen_helm.cli.engine_flags import (
     to_arguments,
 )
 from flexgen_helm.cli.plan_problem import (
-    Asked,
+    PlanOptions,
     print_stored_type,
     print_time,
     problem_for,
@@ -40,12 +40,12 @@ from flexgen_helm.cli.plan_problem import (
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
-from flexgen_helm.planner.policy import AUTOMATIC
+from flexgen_helm.planner.schedules import AUTOMATIC
 from flexgen_helm.progress import KEEP_EVERY_S, KEEP_STATES_EVERY_S, stop_costs
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.placement import Kind, Tier
     from flexgen_helm.planner.plan import Plan
+    from flexgen_helm.tiers import Kind, Tier
 
 
 _TIER_NAMES: Mapping[Tier, str] = {"gpu": "GPU", "cpu": "CPU", "disk": "disk"}
@@ -156,9 +156,9 @@ def plan(
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
     lengths, of_suite = (prompt_len, gen_len, num_seqs), (max_eval_instances, suite, until, hours)
-    asked = Asked(engine, model or "", hardware, stages, as_json)
+    asked = PlanOptions(engine, model or "", hardware, stages, as_json)
     if conf_paths or run_entries:
-        from flexgen_helm.cli.plan_suite import AskedSuite, print_suite
+        from flexgen_helm.cli.plan_suite import SuiteOptions, print_suite
 
         if any(value is not None for value in lengths):
             raise UsageError("run entries have their own lengths; leave out what is about lengths")
@@ -172,7 +172,7 @@ def plan(
                     f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out"
                 )
         given = conf_paths or (), run_entries or (), max_eval_instances
-        return print_suite(asked, AskedSuite(*given, output_path, suite), until, hours)
+        return print_suite(asked, SuiteOptions(*given, output_path, suite), until, hours)
     if any(value is not None for value in of_suite):
         raise UsageError(
             "-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY"
@@ -182,17 +182,15 @@ def plan(
     _plan_lengths(asked, prompt_len, gen_len, num_seqs)
 
 
-def _plan_lengths(asked: Asked, prompt_len: int, gen_len: int, num_seqs: int | None) -> None:
+def _plan_lengths(asked: PlanOptions, prompt_len: int, gen_len: int, num_seqs: int | None) -> None:
     """Plan sequences of equal lengths, and print what was found."""
     _check_search(asked.config, gen_len)
     problem = problem_for(asked, prompt_len, gen_len, num_seqs)
     from flexgen_helm.planner.plan import make_plan, search_precisions
 
-    policy, schedule, max_latency = (
-        asked.config.fixed_policy,
-        asked.config.fixed_schedule,
-        asked.config.max_latency,
-    )
+    policy = asked.config.fixed_policy
+    schedule = asked.config.fixed_schedule
+    max_latency = asked.config.max_latency
     made = make_plan(problem, policy=policy, schedule=schedule, max_latency=max_latency)
     command = _run_command(asked, made)
     by_precision = search_precisions(made, schedule, max_latency) if asked.compares else {}
@@ -226,7 +224,7 @@ def _check_search(config: EngineConfig, gen_len: int) -> None:
         raise UsageError(f"a single token is searched for with {names}; leave --schedule out")
 
 
-def _run_command(asked: Asked, made: Plan) -> list[str] | None:
+def _run_command(asked: PlanOptions, made: Plan) -> list[str] | None:
     """Return the words of the command that runs as planned; None where the plan does not fit, or
     for a pipeline.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """What is to be planned, and how it is shown.
 
     engine: options of the engine flags.
@@ -73,13 +73,13 @@ class Asked:
 
 
 def problem_for(
-    asked: Asked, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None
+    asked: PlanOptions, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None
 ) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
     from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-    from flexgen_helm.planner.policy import Workload
     from flexgen_helm.planner.problem import MEASURED
+    from flexgen_helm.planner.workload import Workload
 
     config, model = asked.config, asked.model
     for flag, value in (
@@ -134,7 +134,7 @@ def problem_for(
     return _beside_weights(problem, asked)
 
 
-def _beside_weights(problem: PlanningProblem, asked: Asked) -> PlanningProblem:
+def _beside_weights(problem: PlanningProblem, asked: PlanOptions) -> PlanningProblem:
     """Return the problem with room for weights of the model that this machine's disk has
     already.
     """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_helm.cli.console import output, print_command, print_json, print_rows, print_table
 from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, seconds_left, to_arguments
 from flexgen_helm.cli.plan_problem import (
-    Asked,
+    PlanOptions,
     print_stored_type,
     print_time,
     problem_for,
@@ -21,9 +21,9 @@ from flexgen_helm.cli.plan_problem import (
 )
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
-from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.planner.plan import ANSWER_FACTOR
 from flexgen_helm.report.paired import margin_shown
+from flexgen_helm.tiers import TIER_PLACES
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.plan import ScenarioPlan, SuitePlan
@@ -39,7 +39,7 @@ _SUITE = "planned"
 
 
 @dataclass(frozen=True)
-class AskedSuite:
+class SuiteOptions:
     """The run entries to plan, and where HELM's prompts of them are.
 
     most_instances: None for as many as the prompts were made for.
@@ -93,7 +93,9 @@ def _with_model(entry: str, helm_name: str | None) -> str:
     return f"{scenario}:model={helm_name}{',' if rest else ''}{rest}"
 
 
-def print_suite(asked: Asked, suite: AskedSuite, until: str | None, hours: float | None) -> None:
+def print_suite(
+    asked: PlanOptions, suite: SuiteOptions, until: str | None, hours: float | None
+) -> None:
     """Search the plan of run entries and print it; until, hours: of a run of a random sample.
 
     Raises `UsageError` where HELM has made no prompts of an entry.

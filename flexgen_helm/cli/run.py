@@ -120,10 +120,8 @@ def run_and_show(
         say(hint)
     _check_memory(given, engine)
     output = Path(given.output_path or DEFAULT_OUTPUT)
-    suite, entries = (
-        output / "runs" / (given.suite or "default"),
-        Path(given.local_path or "prod_env"),
-    )
+    suite = output / "runs" / (given.suite or "default")
+    entries = Path(given.local_path or "prod_env")
     for folder, flag in ((output, "-o"), (suite, "--suite"), (entries, "--local-path")):
         GIVEN_FOLDERS[flag] = folder
         require_writable(folder, flag, "name another folder")

@@ -87,11 +87,9 @@ def serve(
     from flexgen_helm.service.models import ModelReader, model_arguments
     from flexgen_helm.service.service import Service
 
-    arguments, reader, service = (
-        model_arguments(model, engine),
-        ModelReader("serve"),
-        Service(EngineLoader()),
-    )
+    arguments = model_arguments(model, engine)
+    reader = ModelReader("serve")
+    service = Service(EngineLoader())
     atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
     name = served_model_name or model
     try:

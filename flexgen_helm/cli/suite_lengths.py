@@ -75,7 +75,7 @@ class PromptReader:
 
         Raises `UsageError` for a file that cannot be used, or has fewer instances than the data.
         """
-        from flexgen_helm.planner.policy import ROW
+        from flexgen_helm.planner.schedules import ROW
         from flexgen_helm.scheduling.prepare import planned_workload, prepare
         from flexgen_helm.service.models import model_arguments
 

@@ -35,12 +35,12 @@ from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.report.verification import (
     BundledAnswer,
-    Manifest,
     Recorded,
     RecordedAnswer,
+    SampleManifest,
     ScoreCheck,
     Source,
-    compare,
+    compare_answers,
     draw,
     packed_bundle,
     plain_result,
@@ -151,7 +151,9 @@ def verify(
         opened = written_whole(bundle, "--bundle")
     with opened as output:
         sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
-        manifest = replace(manifest or Manifest(path.name, population, seed, []), sources=sources)
+        manifest = replace(
+            manifest or SampleManifest(path.name, population, seed, []), sources=sources
+        )
         try:
             models = [_find_model(source, model, engine, is_bundle) for source in sources]
         except UsageError as error:
@@ -178,7 +180,7 @@ def verify(
 
 def _say(
     checked: Sequence[Checked],
-    manifest: Manifest,
+    manifest: SampleManifest,
     scores: ScoreCheck | None,
     is_bundle: bool,
     as_json: bool,
@@ -203,10 +205,8 @@ def _say(
             )
         )
     else:
-        is_wrong, is_partial = (
-            different or (scores and scores.differences),
-            scores and scores.unchecked,
-        )
+        is_wrong = different or (scores and scores.differences)
+        is_partial = scores and scores.unchecked
         verdict = (
             "failed" if is_wrong else "passed, as far as it was checked" if is_partial else "passed"
         )
@@ -220,7 +220,7 @@ def _say(
 
 def _read(
     path: Path, output_path: Path, requests: Path | None
-) -> tuple[list[Recorded], Manifest | None, Sequence[str]]:
+) -> tuple[list[Recorded], SampleManifest | None, Sequence[str]]:
     """Return what has answers: runs of a suite, or a file; a bundle's manifest; names of runs that
     are left out.
     """
@@ -240,7 +240,9 @@ def _read(
     return _of_bundle(path, manifest, answers), manifest, ()
 
 
-def _of_bundle(path: Path, manifest: Manifest, answers: Sequence[BundledAnswer]) -> list[Recorded]:
+def _of_bundle(
+    path: Path, manifest: SampleManifest, answers: Sequence[BundledAnswer]
+) -> list[Recorded]:
     def recorded(answer: BundledAnswer) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
             keyed = (KeyedRequest(request, request_key(request)) for request in answer.requests)
@@ -388,7 +390,7 @@ def _checked(
     why: str,
     contradiction: str = "",
 ) -> Checked:
-    differences, largest = compare(answer.recorded, computed, tolerance, answer.has_sums)
+    differences, largest = compare_answers(answer.recorded, computed, tolerance, answer.has_sums)
     differences += [("draw", "the most probable token", contradiction)] if contradiction else []
     return {
         "name": answer.name,
@@ -479,7 +481,9 @@ def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
     return [*lines, *(f"not checked: {one}" for one in found.unchecked)]
 
 
-def _sentence(checked: Sequence[Checked], bound: float, manifest: Manifest, is_bundle: bool) -> str:
+def _sentence(
+    checked: Sequence[Checked], bound: float, manifest: SampleManifest, is_bundle: bool
+) -> str:
     parts, every = [], f"the {manifest.population:,} answers of {short(manifest.suite)}"
     for why in dict.fromkeys(answer["why"] for answer in checked):
         alike = [answer for answer in checked if answer["why"] == why]

@@ -2,7 +2,7 @@
 
 A token attends to up to three kinds of segments, whose partial results merge exactly
 (`models.attention`): its own prompt in this batch, the cache of its own sequence, and the caches of
-    the shared prefixes before it.
+the shared prefixes before it.
 
 Shapes: T tokens of a batch, t of them, B sequences of a cache block, Hq query heads, Hk key heads,
     D elements a head.

@@ -15,11 +15,11 @@ from flexgen_helm.hardware.host_memory import host_memory
 from flexgen_helm.hardware.process_state import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
-from flexgen_helm.planner.placement import TIERS, Tier, limit_flag
 from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import TIERS, Tier, limit_flag
 
 
 def open_device(

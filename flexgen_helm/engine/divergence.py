@@ -29,9 +29,9 @@ from flexgen_helm.engine.fingerprint import RESULTS_VERSION
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, UsageError
 from flexgen_helm.files import naming, size
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import limit_flag
 from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.scheduling.sequence import Batch
+from flexgen_helm.tiers import limit_flag
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Rounding of a log-probability in nats.

@@ -24,13 +24,13 @@ from flexgen_helm.engine.device import (
     require_room,
     tier_capacities,
 )
-from flexgen_helm.engine.executor import Executor, LoadedModel, Observer
+from flexgen_helm.engine.executor import Executor, ModelStages, Observer
 from flexgen_helm.engine.fingerprint import what_decides_bits
 from flexgen_helm.engine.kept_states import KeptStates
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel, open_model
-from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
+from flexgen_helm.engine.pipeline import Pipeline, divide_layers, joined_pipeline
 from flexgen_helm.engine.proof import compare_kernels, require_batch_invariance, require_proof
 from flexgen_helm.engine.run import OnDrawn, OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
@@ -52,15 +52,17 @@ from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import CudaCopyEngine, TransferManager
 from flexgen_helm.offload.transfer_stats import DiskRates, PassReads, RateLimit
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import TIERS, UNLIMITED, Machine, StorageSizes, Tier
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.planner import Planner
-from flexgen_helm.planner.policy import ZIGZAG, Choices, divide_layers
+from flexgen_helm.planner.policy import Choices
 from flexgen_helm.planner.run_plan import RunPlan
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefix_cost
 from flexgen_helm.scheduling.prepare import drawn_workload, into_lanes, prepare, run_size
+from flexgen_helm.tiers import TIERS, UNLIMITED, Tier
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
@@ -189,7 +191,7 @@ class Engine:
             {"applied": generation.applied, "ignored": generation.ignored},
             what_decides_bits(options),
         )
-        self._model = LoadedModel(
+        self._model = ModelStages(
             self.config,
             decoder_of(self._part, device, self._dtype),
             self._weights,
@@ -331,7 +333,7 @@ class Engine:
             otherwise it fails.
 
         A pair fails alone: its log-probability is then NaN, its `error` says why. All pairs are one
-            `run`.
+        `run`.
         """
         return score_pairs(self, pairs, truncate)
 

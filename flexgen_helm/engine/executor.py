@@ -40,11 +40,11 @@ from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import UNLIMITED, Tier
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import DrawnToken, TopLogprobs
 from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, SamplingParams, Sequence
+from flexgen_helm.tiers import UNLIMITED, Tier
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
@@ -283,7 +283,7 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class ModelStages:
     """The stages of a model that are here, and what computes them.
 
     config: of the whole model.
@@ -314,7 +314,7 @@ class Executor:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ModelStages,
         cache: KVCache,
         activations: ActivationStore,
         observer: Observer | None,

@@ -4,7 +4,7 @@ of.
 Where nobody decodes, a pass takes all prompts through a layer before the next one, and keeps one
 layer of the cache. So between two layers the hidden states are all that there is of it. They are
 stored by sequence: a run that goes on with the same prompts finds them, however it divides these
-    into batches.
+into batches.
 """
 
 from __future__ import annotations

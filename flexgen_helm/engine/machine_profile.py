@@ -3,7 +3,7 @@ the machine changes.
 
 A profile that was measured while other programs computed is saved with a mark. It is used until the
 machine is quiet, and then replaced: so a busy machine is not measured again by every process, and
-    no plan believes its rates for ever.
+no plan believes its rates for ever.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from flexgen_helm.files import existing_folder, replace_text, require_writable
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.planner.plan import simulated_gpu
 from flexgen_helm.planner.problem import MEASURED
 from flexgen_helm.progress import Message, ProgressPhase, report
+from flexgen_helm.tiers import Tier
 
 if TYPE_CHECKING:
     from flexgen_helm.offload.transfer_manager import CopyEngine

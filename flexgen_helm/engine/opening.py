@@ -21,9 +21,9 @@ from flexgen_helm.errors import Float16Error, UsageError
 from flexgen_helm.hardware.process_state import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.offload.transfer_manager import CopyEngine
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
+from flexgen_helm.tiers import Tier
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -123,7 +123,7 @@ def fingerprint_before_loading(
     """Return the fingerprint of the engine that would be loaded, without its weights.
 
     None where only the engine knows: on a GPU, whose dtype is measured, and on the ranks of a
-        pipeline.
+    pipeline.
     """
     if rank_of_process() is not None or compute_device(options.device).type != "cpu":
         return None

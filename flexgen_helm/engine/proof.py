@@ -3,10 +3,13 @@ refused.
 
     key            what decides: kind of configuration, class, files of transformers, our models/,
                    torch; on a GPU also the GPU, its driver, and our modules that compute or copy
-    there proved         by CI (`proved.json`), or here before (`proofs.json` in the home folder):
-    nothing is computed else           a small model runs, whole by `transformers` on the host, and
-    by the engine, both in float32 equal          with the first seed: remembered; else two more are
-    tried, and if two of three differ: refused by name
+                   there
+    proved         by CI (`proved.json`), or here before (`proofs.json` in the home folder): nothing
+                   is computed
+    else           a small model runs, whole by `transformers` on the host, and by the engine, both
+                   in float32
+    equal          with the first seed: remembered; else two more are tried, and if two of three
+                   differ: refused by name
 
 The small model goes through the ways that an evaluation takes: prompts of mixed lengths, longer
 than its windows, of which some share a beginning; more than one block; several steps

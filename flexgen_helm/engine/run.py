@@ -12,7 +12,6 @@ import torch
 
 from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
-from flexgen_helm.planner.placement import MEMORY_ADVICE
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.progress import KEEP_EVERY_S
 from flexgen_helm.request import DrawnToken, GenerationResult, Progress
@@ -27,6 +26,7 @@ from flexgen_helm.scheduling.sequence import (
     Sequence,
     SequenceKind,
 )
+from flexgen_helm.tiers import MEMORY_ADVICE
 
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 

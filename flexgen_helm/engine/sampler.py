@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.offload.uploads import upload
-from flexgen_helm.planner.placement import SAMPLED_ELEMENTS, Tier
 from flexgen_helm.scheduling.sequence import SamplingParams
+from flexgen_helm.tiers import SAMPLED_ELEMENTS, Tier
 
 # What each row of logits says: its largest tokens, and what its log-probabilities are normalized
 # by.

@@ -52,10 +52,8 @@ def _exact_process() -> Iterator[None]:
     with _lock:
         # The level itself cannot be read where a program has set the precision of one of them.
         products = [library.matmul for library in (torch.backends.cuda, torch.backends.mkldnn)]
-        dtype, precisions = (
-            torch.get_default_dtype(),
-            tuple(library.fp32_precision for library in products),
-        )
+        dtype = torch.get_default_dtype()
+        precisions = tuple(library.fp32_precision for library in products)
         libraries = [attrgetter(library)(torch.backends) for library, _, _ in _CUDA_SETTINGS]
         if not _num_computing:
             cuda = [

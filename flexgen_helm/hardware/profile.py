@@ -206,10 +206,8 @@ def load_profile(name_or_path: str) -> HardwareProfile:
     """
     path = Path(name_or_path)
     if name_or_path in shipped_profiles():
-        text, where = (
-            (files(SPECS) / f"{name_or_path}.json").read_text(encoding="utf-8"),
-            name_or_path,
-        )
+        text = (files(SPECS) / f"{name_or_path}.json").read_text(encoding="utf-8")
+        where = name_or_path
     elif path.suffix == ".json" or path.is_file():
         try:
             text, where = path.read_text(encoding="utf-8"), str(path)

@@ -1,9 +1,10 @@
 """lm-evaluation-harness on the engine. This module alone imports `lm_eval`.
 
-    loglikelihood          (context, continuation) -> ids -> a request that scores ->
-    (log-probability, is greedy) loglikelihood_rolling  text -> windows of ids  -> requests that
-    score          -> their sum generate_until         (context, settings)     -> ids -> a request
-    that draws  -> text before the first stop string
+    loglikelihood          (context, continuation) -> ids -> a request that scores
+                           -> (log-probability, is greedy)
+    loglikelihood_rolling  text -> windows of ids -> requests that score -> their sum
+    generate_until         (context, settings) -> ids -> a request that draws
+                           -> text before the first stop string
 
 All requests of a call are one block of the service, so their answers go to the response cache.
 Encoding is the harness's: `TemplateLM` joins context and continuation, `lm_eval.utils` cuts a text
@@ -123,7 +124,7 @@ class _ThinkEnd(NamedTuple):
     engine_knows_it: bool
 
 
-def register() -> None:
+def register_model() -> None:
     """Make `flexgen` a model of the harness in this process, unless its entry point has."""
     if "flexgen" not in model_registry:
         model_registry.register("flexgen", target=FlexgenLM)
@@ -148,7 +149,7 @@ def run_command(arguments: Sequence[str]) -> None:
     from lm_eval._cli import HarnessCLI
     from lm_eval.utils import setup_logging
 
-    register()
+    register_model()
     setup_logging()
     before, sys.argv = sys.argv, ["lm-eval", *arguments]  # the harness reads them there
     try:
@@ -171,8 +172,7 @@ def run_command(arguments: Sequence[str]) -> None:
     logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
     try:
         command.execute(parsed)
-    # what the harness raises for tasks and settings that it does not know
-    except ValueError as error:
+    except ValueError as error:  # of tasks and settings that the harness does not know
         raise UsageError(f"lm-evaluation-harness refuses this: {error}") from error
     except OSError as error:
         if (missing := _not_downloaded(error)) is None:
@@ -182,8 +182,8 @@ def run_command(arguments: Sequence[str]) -> None:
             f"({one_line(error).partition('. ')[0]}); run it once where there is a network, copy "
             "the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
         ) from error
-    # of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document
     except IndexError as error:
+        # Of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document.
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_locals.get("choice") != "":
             raise

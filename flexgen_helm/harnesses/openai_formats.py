@@ -2,9 +2,8 @@
 body. No torch.
 
     parse_body(url, body)                    check every field; what is not known is refused by name
-    to_requests(asked, encoder, chat, …)     prompts and messages as token ids, one request for each
-    prompt to_body(asked, prompts, results, …)      choices with text or message, log-probabilities,
-    usage
+    to_requests(asked, encoder, chat, …)     prompts and messages as ids, one request a prompt
+    to_body(asked, prompts, results, …)      choices with text or message, log-probabilities, usage
 
 What makes an answer random is in the request alone: `seed`, or where it is left out a text that the
 caller gives.
@@ -76,7 +75,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[int], Field(min_length=1)]
 
 
-class Asked(BaseModel):
+class RequestBody(BaseModel):
     """A checked body; descriptions are what messages say of a field.
 
     max_tokens: None for all that the window has room for. seed: None where the body has none.
@@ -118,7 +117,7 @@ class Asked(BaseModel):
         raise NotImplementedError
 
 
-class AskedText(Asked):
+class CompletionBody(RequestBody):
     """A body of /v1/completions."""
 
     max_tokens: int | None = Field(COMPLETION_TOKENS, ge=0, description="a whole number, 0 or more")
@@ -141,7 +140,7 @@ class AskedText(Asked):
         return self.logprobs
 
 
-class AskedChat(Asked):
+class ChatBody(RequestBody):
     """A body of /v1/chat/completions."""
 
     messages: list[Json]
@@ -160,9 +159,9 @@ class AskedChat(Asked):
         return self.top_logprobs if self.logprobs else None
 
 
-ENDPOINTS: Mapping[str, type[AskedText | AskedChat]] = {
-    "/v1/completions": AskedText,
-    "/v1/chat/completions": AskedChat,
+ENDPOINTS: Mapping[str, type[CompletionBody | ChatBody]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
 }
 
 
@@ -199,7 +198,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-def parse_body(url: str, body: Any, *, may_stream: bool = False) -> Asked:
+def parse_body(url: str, body: Any, *, may_stream: bool = False) -> RequestBody:
     """Return a checked body. Raises `ApiError` with one sentence that names the field."""
     kind = ENDPOINTS.get(url) if isinstance(url, str) else None
     if kind is None:
@@ -216,7 +215,7 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> Asked:
     streaming = () if may_stream else ("stream", "stream_options")
     known = [name for name in kind.model_fields if name not in streaming]
     _drop_neutral(given, known, {**_NEUTRAL, **_NEUTRAL_OF[url]}, url)
-    if kind is AskedChat:
+    if kind is ChatBody:
         given["messages"] = _messages(given.get("messages"))
     try:
         asked = kind.model_validate(given)
@@ -254,7 +253,11 @@ def _drop_neutral(given: Json, known: Sequence[str], neutral: _Values, url: str)
 
 
 def to_requests(
-    asked: Asked, encoder: PromptEncoder, chat: ChatFormat | None, max_positions: int, unseeded: str
+    asked: RequestBody,
+    encoder: PromptEncoder,
+    chat: ChatFormat | None,
+    max_positions: int,
+    unseeded: str,
 ) -> list[EncodedPrompt]:
     """Return the prompts of a body, encoded.
 
@@ -263,11 +266,11 @@ def to_requests(
     Raises `RequestError` for a text that cannot be encoded, and messages that the template refuses.
     """
     encoded = []
-    wanted = asked.max_completion_tokens if isinstance(asked, AskedChat) else None
+    wanted = asked.max_completion_tokens if isinstance(asked, ChatBody) else None
     wanted = asked.max_tokens if wanted is None else wanted
     for index, prompt in enumerate(asked.prompts):
         thinking = None
-        if isinstance(asked, AskedChat):
+        if isinstance(asked, ChatBody):
             assert chat is not None
             text = chat.render_messages(prompt)
             ids, thinking = encoder.encode(text), chat.thinking(text)
@@ -286,7 +289,7 @@ def to_requests(
             seed=_seed(asked, f"{unseeded}/{index}"),
             stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             n=asked.n,
-            echo_logprobs=isinstance(asked, AskedText)
+            echo_logprobs=isinstance(asked, CompletionBody)
             and asked.echo
             and asked.logprobs is not None,
             ignore_eos=asked.ignore_eos,
@@ -301,7 +304,7 @@ def to_requests(
     return encoded
 
 
-def _seed(asked: Asked, unseeded: str) -> int:
+def _seed(asked: RequestBody, unseeded: str) -> int:
     if not asked.temperature:
         return 0
     if asked.seed is not None:
@@ -315,7 +318,7 @@ def _seed(asked: Asked, unseeded: str) -> int:
 
 
 def to_body(
-    asked: Asked,
+    asked: RequestBody,
     prompts: Sequence[EncodedPrompt],
     results: Sequence[GenerationResult],
     tokenizer: Tokenizer,
@@ -326,11 +329,11 @@ def to_body(
     results: of the prompts, in order. head: `id`, `created` and `model` as they are given back;
         `id` gets a prefix.
     """
-    is_chat = isinstance(asked, AskedChat)
+    is_chat = isinstance(asked, ChatBody)
     choices: list[Json] = []
     for prompt, result in zip(prompts, results, strict=True):
         for completion in result.completions:
-            if isinstance(asked, AskedText):
+            if isinstance(asked, CompletionBody):
                 choice = _text(asked, prompt, result, completion, tokenizer)
             else:
                 choice = _message(asked, completion, tokenizer)
@@ -351,7 +354,7 @@ def to_body(
     }
 
 
-def _message(asked: Asked, completion: Completion, tokenizer: Tokenizer) -> Json:
+def _message(asked: RequestBody, completion: Completion, tokenizer: Tokenizer) -> Json:
     logprobs = None
     if asked.num_alternatives is not None:
         tokens = [*zip(completion.tokens, completion.token_ids, completion.logprobs)]
@@ -381,7 +384,7 @@ def _text_of(token: int, tokenizer: Tokenizer) -> str:
 
 
 def _text(
-    asked: AskedText,
+    asked: CompletionBody,
     prompt: EncodedPrompt,
     result: GenerationResult,
     completion: Completion,
@@ -422,12 +425,12 @@ def _top(text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer) -> d
     return found
 
 
-def to_events(asked: Asked, body: Json) -> list[Json]:
+def to_events(asked: RequestBody, body: Json) -> list[Json]:
     """Return the events of a stream that sends a body in one piece, and its usage in a last one
     where it is asked.
     """
     with_usage = asked.stream_options.get("include_usage", False)
-    is_chat = isinstance(asked, AskedChat)
+    is_chat = isinstance(asked, ChatBody)
     common = {name: body[name] for name in ("id", "created", "model")}
     common["object"] = "chat.completion.chunk" if is_chat else "text_completion"
     common |= {"usage": None} if with_usage else {}

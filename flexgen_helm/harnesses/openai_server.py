@@ -1,7 +1,7 @@
 """OpenAI's API for one model, over HTTP. This module alone imports starlette and uvicorn.
 
-    POST /v1/completions, /v1/chat/completions    body -> requests of ours (`openai_formats`) ->
-    results -> body GET  /v1/models, /v1/models/NAME, /health
+    POST /v1/completions, /v1/chat/completions    body -> requests -> results -> body
+    GET  /v1/models, /v1/models/NAME, /health
 
 A request passes two gates before it is computed: who asks (key, Host, Origin), and how much (bytes
 of its body, and completions). What is admitted is gathered by the service with the rest, computed
@@ -43,10 +43,10 @@ from flexgen_helm.files import size
 from flexgen_helm.harnesses.openai_formats import (
     ENDPOINTS,
     ApiError,
-    Asked,
-    AskedChat,
+    ChatBody,
     EncodedPrompt,
     Json,
+    RequestBody,
     error_body,
     error_status,
     parse_body,
@@ -211,9 +211,9 @@ class OpenAIServer:
     ) -> _T:
         return await to_thread.run_sync(function, *arguments, limiter=self._limiter)
 
-    def _encode(self, asked: Asked, unseeded: str) -> list[EncodedPrompt]:
+    def _encode(self, asked: RequestBody, unseeded: str) -> list[EncodedPrompt]:
         model, reader = self._model.arguments, self._reader
-        chat = reader.chat(model) if isinstance(asked, AskedChat) else None
+        chat = reader.chat(model) if isinstance(asked, ChatBody) else None
         return to_requests(
             asked, reader.encoder(model), chat, reader.facts(model).max_positions, unseeded
         )
@@ -250,7 +250,10 @@ class OpenAIServer:
         return results
 
     def _respond(
-        self, asked: Asked, prompts: Sequence[EncodedPrompt], results: Sequence[GenerationResult]
+        self,
+        asked: RequestBody,
+        prompts: Sequence[EncodedPrompt],
+        results: Sequence[GenerationResult],
     ) -> Response:
         tokenizer = self._reader.encoder(self._model.arguments).tokenizer
         identity = hashlib.sha256(
@@ -345,7 +348,7 @@ class _Server(uvicorn.Server):
         self._call_stop()
 
 
-def _parse(url: str, content: bytes) -> tuple[Asked, bytes | None]:
+def _parse(url: str, content: bytes) -> tuple[RequestBody, bytes | None]:
     """Return a checked body, and its digest if it draws without a seed."""
     body = parse_json(content, "the body", "utf-8")
     asked = parse_body(url, body, may_stream=True)

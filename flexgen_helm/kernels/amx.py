@@ -179,7 +179,7 @@ def _memory(num_bytes: int) -> int:
 
 
 def _takes(dtype: torch.dtype, outputs: int, width: int) -> bool:
-    # whole steps (`amx_loop`)
+    # The width is whole steps of the unit (`amx_loop`).
     return dtype in KINDS and width % 32 == 0 and width > 0 and outputs >= _PANEL_OUTPUTS
 
 

@@ -322,7 +322,7 @@ def multiply(address: Any) -> None:
     of 32), rows of a block (a multiple of 16), groups of threads with different rows, memory, bytes
     of a thread's share of it (`scratch_bytes`), panels of all matrices, matrices, and a table of
     six rows with a number for each of them: w, bytes of its rows, y, bytes of its rows, outputs (at
-        least 32), panels.
+    least 32), panels.
     """
     part, parts = part_of_thread(address)
     (

@@ -525,7 +525,7 @@ def attend(address: Any) -> None:
     which begins where it ends, goes on from what it leaves in 64 bits: outputs [D] before the
     division and the sum; maxima in place of the log-sum-exps.
     A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads,
-        length, first position.
+    length, first position.
     Each of a job begins where the one before it ends.
     """
     part, parts = part_of_thread(address)

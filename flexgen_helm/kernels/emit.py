@@ -108,8 +108,7 @@ def ir_statement(*choices: tuple[int, ...]) -> Callable[[Callable[..., None]], A
     """Let loops call a function that writes IR; they pass a tuple of integers.
 
         @ir_statement((1, 2))
-        def _add(builder, count, target): …         a loop calls _add((count, target)); count is 1
-            or 2
+        def _add(builder, count, target): …    a loop calls _add((count, target)); count is 1 or 2
 
     choices: what the first integers may be. There is code for each combination, for which the
         function gets Python's numbers; of the integers behind them it gets values of the IR.

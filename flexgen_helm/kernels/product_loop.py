@@ -1,12 +1,11 @@
 """The product of rows with a matrix as it rests, compiled for how its rows are stored (`loops`).
 
     few rows of x     vectors of weights are made in registers, and multiplied with several rows
-    more              a tile of the matrix is brought to the cache in float32, some columns after
-    the others
+    more              a tile of the matrix is brought to the cache in float32, column by column
 
 A result depends on its row of x and its row of the matrix alone, whatever rows there are and
 however many threads: both ways add up each lane of a vector over the width, then the lanes. Columns
-    that fill no vector come last (`add_rest`).
+that fill no vector come last (`add_rest`).
 """
 
 from __future__ import annotations

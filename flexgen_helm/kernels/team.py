@@ -46,7 +46,7 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
     The header has two numbers: the addresses of OpenMP's `omp_get_thread_num` and
     `omp_get_num_threads`, or zeros for one thread alone. Before it is a word for each part of the
     work, the first one last: 0, `BEGUN`, or `DONE`. OpenMP may start fewer threads than it was
-        asked for.
+    asked for.
 
     most_threads: that have something to do; at most PyTorch's number of threads is used.
 

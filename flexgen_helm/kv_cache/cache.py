@@ -41,9 +41,10 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.offload.staging import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import Kind
-from flexgen_helm.planner.placement import TIERS, Tier, most_underfilled, state_bytes
+from flexgen_helm.planner.placement import most_underfilled, state_bytes
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
+from flexgen_helm.tiers import TIERS, Tier
 
 
 class BlockStates:

@@ -4,8 +4,7 @@ A codec turns whole groups of tokens into units. A unit is a slice of one or two
 that a storage keeps for each layer:
 
     plain       a unit is one token     planes: keys [slots, Hk, units, D] and values
-    quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes] and of
-    values
+    quantized   a unit is a group       planes: bytes of keys [slots, units, key_bytes], of values
 
 The newest tokens of a quantized cache lie in its residual window: a storage of its own, on the same
 tier, whose units are tokens as they were computed. It is a ring, which keeps the newest W tokens:

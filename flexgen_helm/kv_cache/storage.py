@@ -32,8 +32,8 @@ from flexgen_helm.kv_cache.codec import (
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import Allocation, aligned
 from flexgen_helm.offload.transfer_manager import Launched, TransferManager
-from flexgen_helm.planner.placement import MEMORY_ADVICE, UNLIMITED, Tier
 from flexgen_helm.scheduling.sequence import CacheBlock
+from flexgen_helm.tiers import MEMORY_ADVICE, UNLIMITED, Tier
 
 _HOST = torch.device("cpu")
 # Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is

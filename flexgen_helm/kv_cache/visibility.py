@@ -195,7 +195,7 @@ class PrefixPart:
         """Return what queries at `positions` [t] of the span see.
 
         Masks are made when they are needed: of all batches that are under way, they would be as
-            large as caches.
+        large as caches.
 
         positions: where attention is computed.
         window: the layer's.
@@ -231,8 +231,8 @@ def prefix_parts(
 ) -> tuple[PrefixPart, ...]:
     """Divide what queries see of a prefix of `end` tokens.
 
-        tokens    0 … low | low … high | low … end      low, high: the first and the last border of
-                  the queries stored    stored       newest
+        tokens    0 … low | low … high | low … end    low, high: the queries' first and last border
+                  stored    stored       newest
         seen by   all       some         the others
 
     start: absolute position of its first token.

@@ -14,7 +14,7 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import Allocation, aligned
 from flexgen_helm.offload.transfer_manager import Launched, TransferManager
-from flexgen_helm.planner.placement import TIERS, Tier
+from flexgen_helm.tiers import TIERS, Tier
 
 
 @dataclass(eq=False)
@@ -57,11 +57,9 @@ class ActivationStore:
 
         Raises `MemoryLimitError` if the last one has no room for its rows.
         """
-        compute_tier, num_rows, row_bytes = (
-            self._tiers.compute_tier,
-            hidden.shape[0],
-            hidden[:1].nbytes,
-        )
+        compute_tier = self._tiers.compute_tier
+        num_rows = hidden.shape[0]
+        row_bytes = hidden[:1].nbytes
         # in `_fetch`, the disk's are the last
         tiers = (compute_tier, *(t for t in TIERS if t != compute_tier))
         last = next(tier for tier in reversed(tiers) if self._fractions[tier] > 0)

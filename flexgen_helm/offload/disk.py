@@ -3,11 +3,15 @@
 Layout of an offload directory:
 
     weights-<fingerprint>-<format>/<tensor>       one file a matrix, written once, shared by all
-    runs of these weights weights-<fingerprint>-<format>/checked.txt    matrices that were checked
-    once, and are read from the checkpoint run-<pid>-<n>/                                cache and
-    activations of one engine, deleted when it closes run-<pid>-<n>.lock
-    locked by that process; a run whose lock is free is dead and deleted .lock
-    locked while runs are created or deleted, so that none looks dead
+                                                  runs of these weights
+    weights-<fingerprint>-<format>/checked.txt    matrices that were checked once, and are read from
+                                                  the checkpoint
+    run-<pid>-<n>/                                cache and activations of one engine, deleted when
+                                                  it closes
+    run-<pid>-<n>.lock                            locked by that process; a run whose lock is free
+                                                  is dead and deleted
+    .lock                                         locked while runs are created or deleted, so that
+                                                  none looks dead
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexgen_helm.offload.matrices import Expert
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import NUM_LOADERS
+from flexgen_helm.tiers import NUM_LOADERS
 
 # Uses for each known expert after which all counts are halved, so that what was hot once does not
 # stay for ever.

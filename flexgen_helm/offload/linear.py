@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.products import linear, linear_as_stored
-from flexgen_helm.planner.placement import HOST_UPCAST_ELEMENTS
 from flexgen_helm.planner.workspace import upcast_elements
 from flexgen_helm.quant.block_products import block_matmul
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into, quantized_matmul
+from flexgen_helm.tiers import HOST_UPCAST_ELEMENTS
 
 _thread_local = threading.local()
 
@@ -67,10 +67,10 @@ def tiled_linear(
                 ),
             )
 
-    return joined(parts(), x, rows)
+    return join_rows(parts(), x, rows)
 
 
-def joined(parts: Iterator[tuple[int, Tensor]], x: Tensor, rows: int) -> Tensor:
+def join_rows(parts: Iterator[tuple[int, Tensor]], x: Tensor, rows: int) -> Tensor:
     """Join products of x [T, in] with tiles of a matrix to [T, rows]; parts: each tile's first row,
     and its product.
     """

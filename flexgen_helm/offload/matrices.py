@@ -45,17 +45,12 @@ from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, w
 from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import (
-    COPY_BUFFER_BYTES,
-    GATHER_BYTES,
-    HOST_UPCAST_ELEMENTS,
-    StorageSizes,
-    gather_bytes,
-)
+from flexgen_helm.planner.placement import StorageSizes, gather_bytes
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.formats import LAYOUT_VERSION, BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
+from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEMENTS
 
 # Matrices for which the disk of an offload directory has room already: no copy of them is written.
 

@@ -7,11 +7,10 @@ the ring has room. A stage that fits into the ring is loaded once and used by al
 larger one each unit is released as soon as it is used, and loaded again for the next batch.
 
     loaders     | layer 3: q k v o up down | layer 4: q k v …        (until the ring is full)
-    computing                    | layer 3, batch 0 | layer 3, batch 1 |   releases units during its
-    last use
+    computing                    | layer 3, batch 0 | layer 3, batch 1 |    (releases at last use)
 
 Experts are not loaded here: which ones a batch needs is known in the middle of their layer
-    (`offload.experts`).
+(`offload.experts`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import NUM_LOADERS
+from flexgen_helm.tiers import NUM_LOADERS
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns
 # them [count, in].
@@ -64,7 +63,7 @@ class StagingRing:
     A slot that is released early is reused only after all older slots are released. Weights are
     released in order anyway, because a pass uses them in order.
 
-        | free |  oldest … newest  | free |        behind the newest, or from the start again
+        | free |  oldest … newest  | free |    acquire behind the newest, or from the start
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.planner.placement import ALIGNMENT, Tier, limit_flag
+from flexgen_helm.tiers import ALIGNMENT, Tier, limit_flag
 
 # Allocations from this size on ask for huge pages (2 MiB on most machines).
 _HUGE_PAGES_FROM = 4 << 20

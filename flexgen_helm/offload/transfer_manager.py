@@ -27,8 +27,8 @@ from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.offload.staging import Ledger, pages
 from flexgen_helm.offload.transfer_stats import DiskRates, Kind, RateLimit, TransferStats
-from flexgen_helm.planner.placement import COPY_BUFFER_BYTES, MAX_PENDING_STORE_BYTES, Tier
 from flexgen_helm.progress import Message, report
+from flexgen_helm.tiers import COPY_BUFFER_BYTES, MAX_PENDING_STORE_BYTES, Tier
 
 # Copies between host memory and the compute device: over CUDA streams, or over a simulated link of
 # a given bandwidth.

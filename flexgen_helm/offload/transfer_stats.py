@@ -114,11 +114,9 @@ class PassReads:
             before = max(
                 weights - self._ahead_bytes, min(weights, self._before + more * self._disk_bytes)
             )
-            self._pass_bytes, self._before, self._num_passes = (
-                (before - self._before) // more,
-                before,
-                num_passes,
-            )
+            self._pass_bytes = (before - self._before) // more
+            self._before = before
+            self._num_passes = num_passes
         self._seen.append((time.perf_counter(), sum(read.values())))
         (since, until), (then, total) = self._seen[0], self._seen[-1]
         return {

@@ -39,7 +39,7 @@ from flexgen_helm.models.config import (
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.offload.experts import ExpertStreamer
-from flexgen_helm.offload.linear import dequantize_tiled, joined, tiled_linear
+from flexgen_helm.offload.linear import dequantize_tiled, join_rows, tiled_linear
 from flexgen_helm.offload.matrices import (
     DiskMatrix,
     Expert,
@@ -58,12 +58,13 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, gather_bytes
+from flexgen_helm.planner.placement import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.scheduling.scheduler import StageVisit
+from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller
 # ones only if they let a whole stage fit into the staging ring.
@@ -466,7 +467,7 @@ class _StageView(StageWeights):
                 part = None if bias is None else bias[first : first + count]
                 yield first, tiled_linear(x, rows, part, fmt, count, invariant)
 
-        return joined(parts(), x, out_size)
+        return join_rows(parts(), x, out_size)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]

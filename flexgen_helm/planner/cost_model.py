@@ -5,8 +5,8 @@ Once block shape and schedule are fixed, everything is linear in the nine placem
 cost is an affine form (`planner.problem`), and one set of equations serves the prediction for a
 policy and the search's linear program:
 
-    pass = e max(resources, channels) + (1 - e) sum(resources)          block = prefill pass + (n -
-    1) decode passes
+    pass  = e max(resources, channels) + (1 - e) sum(resources)
+    block = prefill pass + (n - 1) decode passes
 
 The resources are computing, link in, link out, disk read and disk write. The channels are link and
 disk with both directions together. e is the share of overlap (0 without).
@@ -21,8 +21,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.placement import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
-from flexgen_helm.planner.policy import ZIGZAG, Schedule
 from flexgen_helm.planner.problem import (
     CACHE,
     CD,
@@ -36,7 +34,9 @@ from flexgen_helm.planner.problem import (
     PlanningProblem,
     affine,
 )
+from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
+from flexgen_helm.tiers import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 # Both directions of the disk or the link together, which bound a pass from below too.
@@ -142,11 +142,11 @@ def _block_by_layers(
     sequences = float(shape.num_sequences)
     if schedule.is_single_pass and not problem.endless:
         sequences = float(workload.num_sequences)
-    # A `_Pass` computes one lane's share of the block, and reads the weights for it.
+    # A `_PassCost` computes one lane's share of the block, and reads the weights for it.
     lanes = min(problem.ranks, shape.num_gpu_batches)
     if schedule.is_single_pass and problem.ranks > 1:
         lanes = PREFILL_LANES * problem.ranks
-    decode = _Pass(
+    decode = _PassCost(
         problem,
         shape.gpu_batch_size,
         sequences / lanes,
@@ -185,7 +185,7 @@ def _turns(ranks: float, lanes: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _PassCost:
     """One pass of all layers and the head over `sequences` sequences.
 
     batch_sequences: sequences of one batch.

@@ -15,19 +15,21 @@ from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import PROFILED, Curve, HardwareProfile, Link, load_profile
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import TIERS, Tier
-from flexgen_helm.planner.policy import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Policy, Schedule, Workload
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import placed_fractions, predict
 from flexgen_helm.planner.problem import PlanningProblem, fractions_by_kind
+from flexgen_helm.planner.schedules import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Schedule
 from flexgen_helm.planner.search import Solution, search, shortage
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import TIERS, Tier
 
 # How far predictions were from measured runs, by where the rates of a machine come from.
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeasuredRange:
     """The range of measured times, as multiples of the predicted one, that holds at least 80 % of
     measured runs.
 
@@ -53,12 +55,12 @@ class Spread:
         return rate / self.high, rate / self.low
 
 
-LEARNT = Spread(
+LEARNT = MeasuredRange(
     1 / 1.2,
     1.2,
     "rates measured and corrected by runs; all of ten such policies were within this range",
 )
-NEW = Spread(
+NEW = MeasuredRange(
     1 / 1.2,
     2.0,
     (
@@ -66,20 +68,20 @@ NEW = Spread(
         "predicted"
     ),
 )
-FITTED = Spread(
+FITTED = MeasuredRange(
     1 / 1.25, 1.25, "rates fitted to the paper's T4; 25 of its 28 rows are within this range"
 )
-DATA_SHEET = Spread(
+DATA_SHEET = MeasuredRange(
     1 / 2,
     2.0,
     "speeds are from data sheets; 44 of 45 published runs fell within such a range",
 )
-PIPELINE = Spread(
+PIPELINE = MeasuredRange(
     1 / 2, 2.0, "machines in a pipeline; all six rows of the paper's four T4s are within this range"
 )
 
 
-def spread_of(hardware: HardwareProfile, ranks: float = 1) -> Spread:
+def spread_of(hardware: HardwareProfile, ranks: float = 1) -> MeasuredRange:
     """Return the range for a machine; a profile whose rates have no known source counts as a data
     sheet.
     """
@@ -182,10 +184,8 @@ class Plan:
     @property
     def block_sequences(self) -> int:
         """Sequences that are computed together."""
-        block_size, num_sequences = (
-            self.solution.policy.block_size,
-            self.problem.workload.num_sequences,
-        )
+        block_size = self.solution.policy.block_size
+        num_sequences = self.problem.workload.num_sequences
         if self.problem.endless:
             return block_size
         return (
@@ -199,7 +199,7 @@ class Plan:
         return 3600 * self.solution.prediction.tokens_per_s / self.problem.workload.output
 
     @property
-    def spread(self) -> Spread:
+    def spread(self) -> MeasuredRange:
         return spread_of(self.problem.hardware, self.problem.ranks)
 
     @property

@@ -4,7 +4,7 @@ from each.
 Weights are placed once, before requests are known, for a workload that is typical of evaluation
 suites. Block, cache and hidden states are planned for the lengths of every run, with rates that
 earlier runs have corrected: the machine may be busier, or faster, than when it was measured. No
-    torch.
+torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.cost_model import RESOURCES
-from flexgen_helm.planner.placement import Machine, StorageSizes, Tier
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import AUTOMATIC, Choices, Policy, Schedule, Workload
+from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
+from flexgen_helm.planner.schedules import AUTOMATIC, Schedule
 from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.planner.weight_placement import (
     Placement,
@@ -30,8 +31,10 @@ from flexgen_helm.planner.weight_placement import (
     place_weights,
     require_least_memory,
 )
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import Tier
 
 # What a run teaches: rates of the machine, corrected by how far its prediction was from the
 # measurement.
@@ -176,12 +179,10 @@ class Planner:
         source: ProfileSource,
     ) -> None:
         """config: of the whole model."""
-        self._config, self._precision, self._machine, self._choices = (
-            config,
-            precision,
-            machine,
-            choices,
-        )
+        self._config = config
+        self._precision = precision
+        self._machine = machine
+        self._choices = choices
         self._source = source
         self._part, self._ranks = config, 1.0
         self._profile: HardwareProfile | None = None  # with what runs have taught
@@ -200,11 +201,9 @@ class Planner:
         name: of the model, for messages.
         Raises `MemoryLimitError` with the missing bytes.
         """
-        model, machine, policy = (
-            StorageSizes(self._part, self._precision),
-            self._machine,
-            self._choices.policy,
-        )
+        model = StorageSizes(self._part, self._precision)
+        machine = self._machine
+        policy = self._choices.policy
         if policy is None:
             require_least_memory(model, machine, name)
         placement = place_weights(model, machine, policy)

@@ -20,16 +20,12 @@ from flexgen_helm.planner.cost_model import (
     pass_seconds,
 )
 from flexgen_helm.planner.placement import (
-    BLOCK_SEQUENCES,
-    TIERS,
-    Kind,
     StorageSizes,
-    Tier,
     achieved_fractions,
     choose_tiers,
     tier_fractions,
 )
-from flexgen_helm.planner.policy import ZIGZAG, Policy, Schedule
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.problem import (
     COLUMNS,
     WEIGHTS,
@@ -39,6 +35,8 @@ from flexgen_helm.planner.problem import (
     fraction_vector,
     matrix_kinds,
 )
+from flexgen_helm.planner.schedules import ZIGZAG, Schedule
+from flexgen_helm.tiers import BLOCK_SEQUENCES, TIERS, Kind, Tier
 
 
 @dataclass(frozen=True)

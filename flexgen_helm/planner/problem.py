@@ -23,6 +23,23 @@ from flexgen_helm.models.config import (
     stage_names,
 )
 from flexgen_helm.planner.placement import (
+    Machine,
+    StagingSizes,
+    StorageSizes,
+    loader_buffer_bytes,
+    staging_sizes,
+    state_bytes,
+    storage_sizes,
+    tier_fractions,
+)
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.planner.weight_placement import keeps_copies
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.planner.workspace import Workspace
+from flexgen_helm.quant.formats import StoredFormat
+from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.tiers import (
     BLOCK_SEQUENCES,
     KINDS,
     LARGE_BLOCK_SEQUENCES,
@@ -31,21 +48,8 @@ from flexgen_helm.planner.placement import (
     STREAMED_BATCH_TOKENS,
     TIERS,
     Kind,
-    Machine,
-    StagingSizes,
-    StorageSizes,
     Tier,
-    loader_buffer_bytes,
-    staging_sizes,
-    state_bytes,
-    storage_sizes,
-    tier_fractions,
 )
-from flexgen_helm.planner.policy import Policy, Schedule, Workload
-from flexgen_helm.planner.weight_placement import keeps_copies
-from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.quant.formats import StoredFormat
-from flexgen_helm.quant.precisions import Precision
 
 # Affine forms over the nine placement fractions, which every cost is made of.
 

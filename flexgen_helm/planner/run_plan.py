@@ -12,7 +12,13 @@ from itertools import product
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.planner.placement import (
+from flexgen_helm.planner.placement import CacheSizes, SchedulerLimits, cache_sizes, tier_fractions
+from flexgen_helm.planner.policy import Choices, Policy
+from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
+from flexgen_helm.planner.search import Solution
+from flexgen_helm.planner.weight_placement import Placement
+from flexgen_helm.planner.workload import Workload
+from flexgen_helm.tiers import (
     ACTIVATIONS_SHARE,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
@@ -31,17 +37,10 @@ from flexgen_helm.planner.placement import (
     TIER_PLACES,
     TIERS,
     UNLIMITED,
-    CacheSizes,
     Fractions,
-    SchedulerLimits,
     Tier,
-    cache_sizes,
     limit_flag,
-    tier_fractions,
 )
-from flexgen_helm.planner.policy import ROW, ZIGZAG, Choices, Policy, Schedule, Workload
-from flexgen_helm.planner.search import Solution
-from flexgen_helm.planner.weight_placement import Placement
 
 # The free memory of a run is divided between its hidden states and its KV cache.
 
@@ -310,10 +309,8 @@ class RunMemory:
         """
         if not self.cache.state_bytes or self.placement.cache[self._compute_tier] == 1:
             return 0.0
-        room, block = (
-            self._available[self._compute_tier],
-            1 if self.policy is None else self.policy.block_size,
-        )
+        room = self._available[self._compute_tier]
+        block = 1 if self.policy is None else self.policy.block_size
         return max(room / 2, min(room, block * self.cache.state_bytes), self.cache.state_bytes)
 
     @cached_property

@@ -18,8 +18,8 @@ import numpy as np
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import count, exact_size, size
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
-from flexgen_helm.planner.placement import TIER_PLACES, TIERS, Tier, limit_flag, tier_fractions
-from flexgen_helm.planner.policy import AUTOMATIC, ZIGZAG, Policy, Schedule
+from flexgen_helm.planner.placement import tier_fractions
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import (
     CostEstimate,
     as_placed,
@@ -42,6 +42,8 @@ from flexgen_helm.planner.problem import (
     BlockShape,
     PlanningProblem,
 )
+from flexgen_helm.planner.schedules import AUTOMATIC, ZIGZAG, Schedule
+from flexgen_helm.tiers import TIER_PLACES, TIERS, Tier, limit_flag
 
 # Attempts to lower a tier's share of the weights until its whole matrices fit.
 _ATTEMPTS = 16
@@ -275,7 +277,7 @@ def _solve(
     if there is room.
 
     Where experts are streamed: in few passes over the prompts, and in more, which leave room to
-        weights and cache.
+    weights and cache.
     fixed: a policy whose weights are loaded already.
     """
     tier = problem.compute_tier

@@ -24,17 +24,11 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import ModelConfig, expert_of
 from flexgen_helm.planner.placement import (
-    COPIES_SHARE,
-    TIERS,
-    UNLIMITED,
-    Fractions,
     Machine,
     StorageSizes,
-    Tier,
     achieved_fractions,
     cache_sizes,
     choose_tiers,
-    limit_flag,
     loader_buffer_bytes,
     staging_sizes,
     storage_sizes,
@@ -42,6 +36,7 @@ from flexgen_helm.planner.placement import (
 )
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.tiers import COPIES_SHARE, TIERS, UNLIMITED, Fractions, Tier, limit_flag
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
 # host.
@@ -196,7 +191,7 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
 
     A search has room for the requests that it assumes, in sizes that whole matrices exceed. A few
     experts give way, too: they save less of a reading than the hidden states that have their
-        memory.
+    memory.
     """
     staging, total = staging_sizes(model, machine.compute_limit), model.matrix_bytes
     beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes

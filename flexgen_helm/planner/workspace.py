@@ -17,7 +17,8 @@ from flexgen_helm.models.config import (
     ModelConfig,
     tensor_shapes,
 )
-from flexgen_helm.planner.placement import (
+from flexgen_helm.quant.precisions import CacheFormat
+from flexgen_helm.tiers import (
     BATCH_TOKENS,
     DEVICE_UPCAST_ELEMENTS,
     HOST_UPCAST_ELEMENTS,
@@ -26,7 +27,6 @@ from flexgen_helm.planner.placement import (
     SAMPLED_ELEMENTS,
     Tier,
 )
-from flexgen_helm.quant.precisions import CacheFormat
 
 # Float32 copies that a module with states makes of a token's elements, and of a state: the chunked
 # delta rule and Mamba's scan take 6 to 10 of the first, measured for 512 to 2,048 tokens.
@@ -159,10 +159,8 @@ class Workspace:
         sequences.
         """
         config = self.config
-        state, token = (
-            4 * _STATE_COPIES * max(config.layer_states),
-            4 * _MIXER_COPIES * config.mixer_width,
-        )
+        state = 4 * _STATE_COPIES * max(config.layer_states)
+        token = 4 * _MIXER_COPIES * config.mixer_width
         return prompt * token + state if prompt else tokens * (token + state)
 
     def head(self, tokens: int, positions: int) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from helm.benchmark.run_spec import RunSpec
 from helm.common.hierarchical_logger import hwarn
@@ -25,9 +26,35 @@ from flexgen_helm.service.models import ModelArguments, ModelReader
 from flexgen_helm.service.service import Service
 
 if TYPE_CHECKING:
-    from flexgen_helm.plugin.suite import Suite
+    from helm.benchmark.adaptation.scenario_state import ScenarioState
+    from helm.benchmark.runner import Runner
 
 T = TypeVar("T")
+
+
+class SuiteRun(Protocol):
+    """The call of `flexgen-helm run` in progress, as the patches of HELM see it
+    (`plugin/suite.py`).
+
+    is_collecting: the first pass is in progress. entries: run -> what HELM made it of.
+    """
+
+    is_collecting: bool
+    entries: dict[str, str]
+
+    def run_specs(
+        self,
+        make: Callable[..., list[RunSpec]],
+        run_entries: list[Any],
+        models_to_run: list[str] | None = None,
+        **filters: Any,
+    ) -> list[RunSpec]: ...
+    def collect(
+        self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None], /
+    ) -> None: ...
+    def sampled(self, run: HelmRun, scenario_state: ScenarioState, /) -> ScenarioState: ...
+    def watched(self, runner: Runner, run_spec: RunSpec, /) -> AbstractContextManager[None]: ...
+    def add(self, run: HelmRun, /) -> None: ...
 
 
 class PluginContext:
@@ -52,7 +79,7 @@ class PluginContext:
         self.service = Service(loader or EngineLoader())
         self.models = models or ModelReader("HELM")
         self.engine_options: Mapping[str, Any] = {}
-        self.suite: Suite | None = None
+        self.suite: SuiteRun | None = None
         self.run: HelmRun | None = None
         self.dry_run: Path | None = None
         self.needs_requests: RunSpec | None = None

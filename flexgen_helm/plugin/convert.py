@@ -3,8 +3,8 @@
 A prompt is encoded without special tokens. Where the model was trained with BOS, the request gets
 BOS as a context token, so what HELM sees of an echoed prompt is exactly its own encoding:
 
-    prompt_token_ids   [BOS]  t0     t1     t2          BOS: conditioned on, never returned, never
-    doubled prompt_logprobs     None  lp0    lp1    lp2
+    prompt_token_ids   [BOS]  t0     t1     t2          BOS: conditioned on, never returned
+    prompt_logprobs     None  lp0    lp1    lp2
     returned tokens           t0     t1     t2          lp0 = 0.0 where t0 had no context
 
 A plain prompt that generates goes through the chat template where its `ChatFormat` applies. A

@@ -282,7 +282,7 @@ def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission
     not be executed.
     """
     spec = executor.execution_spec
-    model = model_of(scenario_state.adapter_spec) if _is_executed(spec) else None
+    model = model_of_adapter(scenario_state.adapter_spec) if _is_executed(spec) else None
     if model is None:
         return None
     context, requests, instances = get_context(), [], []
@@ -318,7 +318,7 @@ def _is_executed(spec: ExecutionSpec) -> bool:
     return not (spec.dry_run or spec.url)
 
 
-def model_of(adapter_spec: AdapterSpec) -> ModelArguments | None:
+def model_of_adapter(adapter_spec: AdapterSpec) -> ModelArguments | None:
     """Return the model of a run, None if it is not ours or is not found."""
     try:
         return registration.model_of(adapter_spec.model_deployment)
@@ -332,7 +332,7 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
     `flexgen_run.json`. Has `--skip-completed-runs` skip no sample.
     """
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
-    model, spec = model_of(run_spec.adapter_spec), runner.executor.execution_spec
+    model, spec = model_of_adapter(run_spec.adapter_spec), runner.executor.execution_spec
     # which HELM takes for completed
     if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):
         runner = copy(runner)

@@ -70,8 +70,8 @@ class ModelSettings:
         if model is None:
             return
         flag = ",".join(self.precisions)
-        # options of others are refused when they are run
-        precision = model.config.precision or "fp16" if flag else ""
+        # Other models refuse these options when they run.
+        precision = (model.config.precision or "fp16") if flag else ""
         if not _has_entry(name):
             if flag and precision != split_precision(name)[1]:
                 raise UsageError(

@@ -215,20 +215,16 @@ def complete_file_deployments() -> None:
     # names that are used, as if there were no files; to look all of them up here would fetch models
     # from the hub.
     context.generated.cache_clear()
-    listed, by_name = (
-        deployments.ALL_MODEL_DEPLOYMENTS,
-        deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT,
-    )
+    listed = deployments.ALL_MODEL_DEPLOYMENTS
+    by_name = deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
     _drop(listed, by_name, lambda entry: entry.name not in context.completed and is_ours(entry))
     _drop(
         tokenizer_registry.ALL_TOKENIZER_CONFIGS,
         tokenizer_registry.TOKENIZER_NAME_TO_CONFIG,
         is_ours,
     )
-    known, known_by_name = (
-        metadata_registry.ALL_MODELS_METADATA,
-        metadata_registry.MODEL_NAME_TO_MODEL_METADATA,
-    )
+    known = metadata_registry.ALL_MODELS_METADATA
+    known_by_name = metadata_registry.MODEL_NAME_TO_MODEL_METADATA
     # HELM wants metadata for each deployment in its registry.
     _drop(known, known_by_name, lambda entry: entry.name not in by_name and is_ours(entry))
     for index, entry in enumerate(listed):

@@ -126,11 +126,9 @@ def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
     """Return what HELM makes of the run's entry; None if that is nothing."""
     assert run.folder is not None
     recorded = json.loads((run.folder / FIRST_FILE).read_bytes())
-    theirs, name, entry = (
-        recorded["adapter_spec"],
-        run.name.partition(",groups=")[0],
-        run.run.get("entry"),
-    )
+    theirs = recorded["adapter_spec"]
+    name = run.name.partition(",groups=")[0]
+    entry = run.run.get("entry")
     described = entry or name.replace(theirs["model"].replace("/", "_"), theirs["model"])
     numbers = theirs.get("max_eval_instances"), theirs["num_train_trials"]
     try:

@@ -34,6 +34,7 @@ from helm.benchmark.runner import Runner, RunnerError
 from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
+from flexgen_helm.files import replace_json
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission
@@ -42,7 +43,7 @@ from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
 from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
 from flexgen_helm.plugin.samples import LOOKS, SEED, joining_shares, largest_sample, possible_shares
-from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage, write_json
+from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.comparison import compare_suite
@@ -238,7 +239,7 @@ class Suite:
                 block.close()
             self._blocks.clear()
             if self.executed:
-                write_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
+                replace_json(self._folders[0].parent / SUITE_FILE, self.as_json(started))
 
     # What the patches of HELM call
 
@@ -305,7 +306,7 @@ class Suite:
         models = [
             model
             for spec in run_specs
-            if (model := helm_patches.model_of(spec.adapter_spec)) is not None
+            if (model := helm_patches.model_of_adapter(spec.adapter_spec)) is not None
         ]
         self._baseline = _baseline(models) if self.margin is not None else ""
         started = time.monotonic()
@@ -462,7 +463,7 @@ class Suite:
         logger.setLevel(max(level, logging.WARNING))  # the second pass repeats what HELM logs here
         try:
             for done, run_spec in enumerate(run_specs):
-                if helm_patches.model_of(run_spec.adapter_spec) is None:
+                if helm_patches.model_of_adapter(run_spec.adapter_spec) is None:
                     continue
                 report(
                     ProgressPhase("prompts", entry_of(run_spec.name), done, len(run_specs), "run")

@@ -22,7 +22,7 @@ from helm.benchmark.adaptation.request_state import RequestState
 from helm.common.general import asdict_without_nones
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.files import read_object, replace_text
+from flexgen_helm.files import read_object, replace_json
 from flexgen_helm.plugin.convert import HelmRequest
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import BLOCK_KEYS, suite_totals, throughput, versions
@@ -147,7 +147,7 @@ class HelmRun:
         before = {} if self.block else read_object(path)
         if before.get("fingerprint") != self.fingerprint:
             before = {}
-        write_json(
+        replace_json(
             path,
             {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()},
         )
@@ -236,7 +236,3 @@ def suite_usage(folder: Path, tried: Collection[str], failed: Collection[str]) -
     before = read_object(folder / SUITE_FILE).get("failed", ())
     names = sorted(({*before} - {*tried}) | {*failed})
     return {"runs": list(runs), "failed": names, **suite_totals(runs.values())}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -8,9 +8,8 @@ that the codes still cover the range. An error is at most half a scale.
 
 Scales 'word', a number w of 16 bits:
 
-    scale = 2^((w >> 7) / 16 - 24)                     512 values from 2^-24 to almost 2^8, 4.4 %
-    apart offset = -zero_point scale                         zero_point = (2^bits - 1) (w & 127) /
-    127, in codes
+    scale  = 2^((w >> 7) / 16 - 24)    512 values from 2^-24 to almost 2^8, 4.4 % apart
+    offset = -zero_point scale         zero_point = (2^bits - 1) (w & 127) / 127, in codes
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ types of published files (`BlockFormat`, in the table `BLOCK_FORMATS`). No torch
     group    `group_size` neighbouring values that share one scale and one zero point
     codes    those values as integers 0 … 2^bits - 1
     stripe   the smallest part of a packed matrix [rows, width] that can be read alone; all have
-    equally many bytes
+             equally many bytes
 
-    axis 'in'    groups run along a row     stripe = one row             codes of its groups, then
-    their scales axis 'out'   groups run along a column  stripe = `group_size` rows   codes of its
-    groups, then their scales
+    axis 'in'    groups run along a row       stripe = one row
+    axis 'out'   groups run along a column    stripe = `group_size` rows
+    stripe       codes of its groups, then their scales
 
 The last group of a row (axis 'in') or of a column (axis 'out') is padded to a whole one.
 """
@@ -135,8 +135,7 @@ class Numbers:
 class BlockFormat:
     """A stored type whose rows are blocks of neighbouring values, each of equally many bytes.
 
-        value[i] = (code[i] - zero[i]) scale[i] factor + offset[i]     in float32, rounded after
-        each operation
+        value[i] = (code[i] - zero[i]) scale[i] factor + offset[i]    in float32, rounded each time
 
     name: what files call it.
     block_values, block_bytes: of a block.

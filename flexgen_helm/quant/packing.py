@@ -4,9 +4,8 @@ A stripe (`quant.formats`) is the code bytes of its groups, then their scales. W
 of a group has value j in its low half and value j + group / 2 in its high half, so that both halves
 unpack to runs.
 
-    axis 'in'    | group 0: group bits / 8 bytes | group 1 | … | scales of group 0 | scales of group
-    1 | … axis 'out'   | byte 0 of every column | byte 1 of every column | … | scale of every column
-    | offset of every column
+    axis 'in'    | group 0: group bits / 8 bytes | group 1 | … | scales of group 0 | of group 1 | …
+    axis 'out'   | byte 0 of every column | byte 1 … | scale of every column | offset …
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class CacheFormat(
         sequence.
 
         None if none can be shared: sparse attention selects among all older tokens of a sequence
-            together.
+        together.
         """
         return None if self.is_sparse else self.stored_group_tokens
 

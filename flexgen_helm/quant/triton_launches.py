@@ -264,7 +264,7 @@ def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, A
     what they can be.
 
     Numbers are a tuple: where the layout has them, their count, bits of their parts, and where it
-        has their values.
+    has their values.
     """
     layout: list[int] = []
 

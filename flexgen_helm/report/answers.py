@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexgen_helm.files import read_object
 from flexgen_helm.tokenizer.token_bytes import helm_bytes
-
-if TYPE_CHECKING:
-    from flexgen_helm.report.scores import RunScores
 
 
 @dataclass(frozen=True)
@@ -47,38 +44,8 @@ def is_answered(settings: Mapping[str, Any]) -> bool:
     return settings.get("method") != "language_modeling"
 
 
-def read_texts(run: RunScores) -> dict[str, str]:
-    """Return id -> answer, as text or as the number of the chosen reference; {} if they are not
-    known.
-    """
-    if run.folder is None or not is_answered(run.settings):
-        return {}
-    if is_choice(run.settings):
-        chosen = run.instances.get("predicted_index")
-        return {} if chosen is None else {str(key): str(value) for key, value in chosen.items()}
-    texts: dict[str, list[str]] = {}
-    for state in read_states(run.folder):
-        texts.setdefault(state["instance"]["id"], []).append(_text(state))
-    return {key: "\0".join(answers) for key, answers in texts.items()}
-
-
-def read_answers(run: RunScores, wanted: Collection[str]) -> dict[str, Answer]:
-    """Return the answers of the instances `wanted`, by id."""
-    answers: dict[str, Answer] = {}
-    chosen = run.instances.get("predicted_index", {}) if is_choice(run.settings) else None
-    for state in () if run.folder is None else read_states(run.folder, wanted):
-        key, is_first = state["instance"]["id"], state.get("train_trial_index", 0) == 0
-        is_original = state.get("request_mode", "original") == "original"
-        is_chosen = chosen is None or (
-            is_original and state.get("reference_index") == chosen.get(key, -1)
-        )
-        if is_first and is_chosen and key not in answers:
-            answers[key] = _generated(state) if chosen is None else _chosen(state)
-    return answers
-
-
-def _generated(state: Mapping[str, Any]) -> Answer:
-    text, mapping, right = _text(state), state.get("output_mapping", {}), _right(state)
+def generated_answer(state: Mapping[str, Any]) -> Answer:
+    text, mapping, right = state_text(state), state.get("output_mapping", {}), _right(state)
     logprob = _completion(state).get("logprob")
     if mapping:  # a letter stands for each reference
         right = [
@@ -88,7 +55,7 @@ def _generated(state: Mapping[str, Any]) -> Answer:
     return Answer(_prompt(state), right, text, None if logprob is None else float(logprob))
 
 
-def _chosen(state: Mapping[str, Any]) -> Answer:
+def chosen_answer(state: Mapping[str, Any]) -> Answer:
     """Return the reference that was chosen, with the log-probability of its tokens."""
     text = state["instance"]["references"][state["reference_index"]]["output"]["text"]
     logprob = _logprob_of_end(_completion(state), text)
@@ -111,7 +78,7 @@ def _completion(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return first
 
 
-def _text(state: Mapping[str, Any]) -> str:
+def state_text(state: Mapping[str, Any]) -> str:
     return str(_completion(state).get("text", ""))
 
 

@@ -14,7 +14,7 @@ from flexgen_helm.report.comparison import ModelComparison
 
 
 @dataclass(frozen=True)
-class Cost:
+class PrecisionCost:
     """The cost of a precision.
 
     seconds_per_token: over its runs; infinite if it is not known.
@@ -29,7 +29,7 @@ class Cost:
     cheapest: Sequence[str] = ()
 
 
-def costs(model: ModelComparison) -> dict[str, Cost]:
+def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
     """Return what each precision of a model costs, in the order of `PRECISIONS`; {} where models
     are compared.
     """
@@ -51,7 +51,7 @@ def costs(model: ModelComparison) -> dict[str, Cost]:
         name, rate = speed["precision"], speed["tokens_per_s"]
         if precision := PRECISIONS.get(name):
             weights, cache = precision.weights, precision.cache
-            found[name] = Cost(
+            found[name] = PrecisionCost(
                 1 / rate if rate else math.inf,
                 published
                 if weights is None

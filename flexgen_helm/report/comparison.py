@@ -18,7 +18,7 @@ from flexgen_helm.checkpoint.names import original_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import Answer, asked_instances, differing_settings, read_answers
+from flexgen_helm.report.answers import Answer, asked_instances, differing_settings
 from flexgen_helm.report.paired import PairedScores, metric_named
 from flexgen_helm.report.scores import (
     RunScores,
@@ -26,6 +26,7 @@ from flexgen_helm.report.scores import (
     grouped,
     overlap_notes,
     precision_rank,
+    read_answers,
     read_finished_runs,
     reused_note,
     total_speeds,
@@ -322,10 +323,8 @@ class ModelComparison:
         base = self.base
         if not self.inconclusive or base.folder is None:
             return ""
-        suite, original = (
-            base.folder.parent.name,
-            original_of(base.model) or original_of(str(base.run.get("origin"))),
-        )
+        suite = base.folder.parent.name
+        original = original_of(base.model) or original_of(str(base.run.get("origin")))
         if full := [label for (_, label), pair in self.pairs.items() if pair.run.is_full_precision]:
             best = [*closest(original or base.label, full), *full]
             return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"

@@ -31,7 +31,7 @@ class ScoredTokens:
 
 
 @dataclass(frozen=True)
-class Spread:
+class TokenStatistics:
     """A quantity over tokens, in nats.
 
     interval: of the mean, 95 %, resampled by document; None for a single document.
@@ -68,8 +68,8 @@ class Divergence:
     ratio: float
     interval: tuple[float, float] | None
     same_top: float
-    kl: Spread
-    logprob: Spread
+    kl: TokenStatistics
+    logprob: TokenStatistics
     layers: tuple[float, ...] | None = None
 
 
@@ -101,11 +101,11 @@ def divergence_between(
         )
 
 
-def _spread(values: Vector, documents: NDArray[np.int64]) -> Spread:
+def _spread(values: Vector, documents: NDArray[np.int64]) -> TokenStatistics:
     """Return the spread of values that are never negative."""
     mean = _by_document(values, documents)
     interval = (max(0.0, ends[0]), ends[1]) if (ends := _interval(mean)) else None
-    return Spread(
+    return TokenStatistics(
         len(values), mean.value, interval, *np.quantile(values, [0.5, 0.99, 1.0]).tolist()
     )
 

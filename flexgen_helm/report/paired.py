@@ -187,7 +187,7 @@ def _positive_probability(values: Vector) -> float:
     """Return the probability that sum(values * draws) > 0, where draws are exponential.
 
     By its saddlepoint: Lugannani and Rice, Advances in Applied Probability 12 (1980), 475-490; 0 to
-        2 % too large.
+    2 % too large.
     """
     from scipy.optimize import brentq
     from scipy.special import ndtr

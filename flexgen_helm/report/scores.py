@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +20,16 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
+    Answer,
+    chosen_answer,
     data_set_size,
+    generated_answer,
+    is_answered,
     is_choice,
     read_instances,
     read_settings,
-    read_texts,
+    read_states,
+    state_text,
 )
 from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
 from flexgen_helm.report.verdicts import first_names
@@ -106,12 +111,20 @@ class RunScores:
 
     @cached_property
     def answers(self) -> dict[Any, str]:
-        """Return the answers to the instances, by the index of `instances`; {} if they are not
-        known.
+        """Return the answers to the instances, as text or as the number of the chosen reference, by
+        the index of `instances`; {} if they are not known.
         """
         if self.parts:
             return self._of_parts("answers")
-        return read_texts(self)
+        if self.folder is None or not is_answered(self.settings):
+            return {}
+        if is_choice(self.settings):
+            chosen = self.instances.get("predicted_index")
+            return {} if chosen is None else {str(key): str(value) for key, value in chosen.items()}
+        texts: dict[str, list[str]] = {}
+        for state in read_states(self.folder):
+            texts.setdefault(state["instance"]["id"], []).append(state_text(state))
+        return {key: "\0".join(answers) for key, answers in texts.items()}
 
     @property
     def num_ties(self) -> int:
@@ -310,6 +323,21 @@ def read_scores(folder: Path) -> RunScores:
     # The last file that HELM writes: without it the others are those of an earlier call.
     per_instance = json.loads((folder / "per_instance_stats.json").read_text(encoding="utf-8"))
     return RunScores(folder.name, scores, run, _instances_frame(per_instance, scores), folder)
+
+
+def read_answers(run: RunScores, wanted: Collection[str]) -> dict[str, Answer]:
+    """Return the answers of the instances `wanted`, by id."""
+    answers: dict[str, Answer] = {}
+    chosen = run.instances.get("predicted_index", {}) if is_choice(run.settings) else None
+    for state in () if run.folder is None else read_states(run.folder, wanted):
+        key, is_first = state["instance"]["id"], state.get("train_trial_index", 0) == 0
+        is_original = state.get("request_mode", "original") == "original"
+        is_chosen = chosen is None or (
+            is_original and state.get("reference_index") == chosen.get(key, -1)
+        )
+        if is_first and is_chosen and key not in answers:
+            answers[key] = generated_answer(state) if chosen is None else chosen_answer(state)
+    return answers
 
 
 def require_suite(suite: Path, remedy: str) -> None:

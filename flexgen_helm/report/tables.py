@@ -12,13 +12,13 @@ import pandas as pd
 
 from flexgen_helm.checkpoint.names import split_precision
 from flexgen_helm.files import duration, size
-from flexgen_helm.planner.placement import TIER_PLACES
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.paired import metric_named
 from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
+from flexgen_helm.tiers import TIER_PLACES
 
 _TRANSFERS = {
     "disk_to_cpu": "disk to memory",

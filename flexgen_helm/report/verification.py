@@ -101,7 +101,8 @@ class Recorded(NamedTuple):
 class BundledAnswer:
     """The requests of an answer in token ids, and their results (`plain_result`).
 
-    source: index of the run in `Manifest.sources`. number: among all answers of the suite or file.
+    source: index of the run in `SampleManifest.sources`. number: among all answers of the suite or
+        file.
     """
 
     source: int
@@ -112,7 +113,7 @@ class BundledAnswer:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SampleManifest:
     """What a sample was drawn from.
 
     population: answers of the suite or file.
@@ -180,7 +181,7 @@ def _source(part: Recorded) -> Source:
         ) from None
 
 
-def compare(
+def compare_answers(
     recorded: Any, computed: Any, tolerance: float, has_sums: bool = False
 ) -> tuple[list[tuple[str, Any, Any]], float]:
     """Return what differs of two values of JSON (where it is, and both), and the largest difference
@@ -206,7 +207,7 @@ def disagreements(name: str, recorded: Any, made: Any, tolerance: float = 0.0) -
     """Return a sentence on a part in which what is recorded is not what was made again, if there is
     one.
     """
-    found = compare(recorded, made, tolerance, has_sums=True)[0]
+    found = compare_answers(recorded, made, tolerance, has_sums=True)[0]
     # Of statistics the mean is the score.
     for where, old, new in sorted(found, key=lambda part: not part[0].endswith(".mean"))[:1]:
         more = f" ({len(found) - 1:,} more values differ)" if len(found) > 1 else ""
@@ -274,7 +275,7 @@ def share_above(share: float) -> str:
 # Bundles: lines of JSON, the manifest first, compressed by Zstandard.
 
 
-def packed_bundle(manifest: Manifest, drawn: Sequence[BundledAnswer]) -> bytes:
+def packed_bundle(manifest: SampleManifest, drawn: Sequence[BundledAnswer]) -> bytes:
     """Return the content of a bundle. Raises `FlexgenError` for one that would be too large to
     read.
     """
@@ -289,7 +290,7 @@ def packed_bundle(manifest: Manifest, drawn: Sequence[BundledAnswer]) -> bytes:
     return zstandard.ZstdCompressor(write_checksum=True).compress(content)
 
 
-def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
+def read_bundle(path: Path) -> tuple[SampleManifest, list[BundledAnswer]]:
     """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what
     `packed_bundle` does not make.
 
@@ -307,7 +308,7 @@ def read_bundle(path: Path) -> tuple[Manifest, list[BundledAnswer]]:
         if frame.unused_data:
             raise ValueError(f"{len(frame.unused_data):,} bytes lie behind its end")
         first, *lines = content.split(b"\n")
-        manifest = TypeAdapter(Manifest).validate_json(first, strict=True)
+        manifest = TypeAdapter(SampleManifest).validate_json(first, strict=True)
         drawn = [TypeAdapter(BundledAnswer).validate_json(line, strict=True) for line in lines]
         for answer in drawn:
             for request in answer.requests:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import UNLIMITED
+from flexgen_helm.tiers import UNLIMITED
 
 # Most prefixes on a path of the tree: a batch attends to each of them.
 MAX_DEPTH = 16

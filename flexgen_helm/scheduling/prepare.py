@@ -12,9 +12,10 @@ from operator import index
 
 from flexgen_helm.errors import ContextLengthError, RequestError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import LONG_ANSWER_TOKENS, PREFILL_LANES, SchedulerLimits
-from flexgen_helm.planner.policy import Schedule, Workload
+from flexgen_helm.planner.placement import SchedulerLimits
 from flexgen_helm.planner.run_plan import RunSize
+from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scheduling.prefix_tree import (
@@ -25,6 +26,7 @@ from flexgen_helm.scheduling.prefix_tree import (
     prefixes_of,
 )
 from flexgen_helm.scheduling.sequence import AnswerLengths, Request, Sequence, SequenceKind
+from flexgen_helm.tiers import LONG_ANSWER_TOKENS, PREFILL_LANES
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 batches. No torch.
 
 The scheduler decides by numbers alone: it knows sequences and how many positions of cache they
-    take, no tensors.
+take, no tensors.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from flexgen_helm.planner.placement import BLOCK_SEQUENCES, SchedulerLimits
-from flexgen_helm.planner.policy import Schedule
+from flexgen_helm.planner.placement import SchedulerLimits
+from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
     Batch,
@@ -25,6 +25,7 @@ from flexgen_helm.scheduling.sequence import (
     Sequence,
     SequenceKind,
 )
+from flexgen_helm.tiers import BLOCK_SEQUENCES
 
 # Which sequences share a cache block, and how large the block is.
 

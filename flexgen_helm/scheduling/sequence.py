@@ -5,8 +5,7 @@ A request becomes one or more sequences, lines of tokens that have caches:
 
     SHARED_PREFIX   "Answer the question. Q: … A: …"      computed once for several requests
       PROMPT          "Q: 2 + 2 = ? A:"                   attends to the prefix; decodes there ...
-        CONTINUATION    " 4"                              ... or, with several completions, each is
-        a sequence
+        CONTINUATION    " 4"                              ... or each completion is a sequence
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.planner.placement import Tier
 from flexgen_helm.request import (
     Completion,
     Cost,
@@ -31,6 +29,7 @@ from flexgen_helm.request import (
     GenerationResult,
     TopLogprobs,
 )
+from flexgen_helm.tiers import Tier
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
 
@@ -161,11 +160,9 @@ class CompletionState:
         return self.finish_reason is not None
 
     def result(self) -> Completion:
-        reason, logprobs, top = (
-            self.finish_reason or "length",
-            tuple(self._logprobs),
-            tuple(self._top),
-        )
+        reason = self.finish_reason or "length"
+        logprobs = tuple(self._logprobs)
+        top = tuple(self._top)
         if self._matcher is None:
             return Completion("", ("",) * len(self._ids), tuple(self._ids), logprobs, reason, top)
         kept = self._matcher.result()

@@ -29,7 +29,7 @@ class EngineLoader:
         with import_lock(
             "scipy.optimize", "flexgen_helm.engine.engine", "flexgen_helm.response_cache"
         ):
-            # these bring their tokenizer
+            # GGUF files contain their tokenizer.
             if names.resolve(model.path, model.revision).kind not in ("gguf", "wheel"):
                 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 

@@ -4,9 +4,8 @@ A harness may ask from many threads, one request per thread, as HELM does. The s
 of their requests:
 
     preload(model)             load the model while the harness still makes prompts
-    submit(model, requests)    queue all requests of a run (or of a suite), to be computed as one
-    block respond(model, request)    what a client calls: wait for one result, submitted before or
-    not
+    submit(model, requests)    queue all requests of a run (or of a suite) as one block
+    respond(model, request)    what a client calls: wait for one result, submitted before or not
 
 Requests that were not submitted are gathered until none arrives for `IDLE_FLUSH_S`. Equal requests
 are computed once.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.request import GenerationRequest, ThinkingFormat, ThinkingMarks
+from flexgen_helm.tokenizer import DATE
 from flexgen_helm.tokenizer.thinking import MARKS, WRAPPERS
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ _THOUGHT, _ANSWER = "Xyzzy", "Plugh"
 _TRIAL_TURN = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(
     ("reasoning_content", "reasoning", "thinking"), _THOUGHT
 )
-# What templates get as today's date: prompts must not change from day to day. Llama's own templates
-# fall back to it.
-DATE = "2024-07-26"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jinja2 import Environment, TemplateSyntaxError
 
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import RequestError
-from flexgen_helm.tokenizer.chat import DATE
+from flexgen_helm.tokenizer import DATE
 
 # Each doubles an integer's digits.
 _MAX_PRODUCTS = 8

@@ -83,7 +83,8 @@ def test_any_rows_in_any_tiles_have_the_values_of_the_format(weight, data):
     stop = data.draw(st.integers(start + 1, OUT))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "flexgen_helm.checkpoint.checkpoint.TILE_ELEMENTS", data.draw(st.integers(1, 3000))
+            "flexgen_helm.checkpoint.quantized.logical_tensor.TILE_ELEMENTS",
+            data.draw(st.integers(1, 3000)),
         )
         tiles = list(tensor.tiles([range(start, stop), range(0, 1)]))
     expected = torch.cat([values[start:stop], values[:1]])

@@ -12,7 +12,7 @@ from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
 from flexgen_helm.checkpoint.fetch import GGUF_NAME, GGUF_SIZE
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli import models as models_command
-from flexgen_helm.cli.models import Machine
+from flexgen_helm.cli.models import MachineLimits
 from flexgen_helm.errors import UsageError
 from tests.helpers.paths import ROOT
 
@@ -162,7 +162,9 @@ def test_what_is_on_this_machine(
 
 
 def test_what_fits_is_said_in_words(capsys, monkeypatch):
-    machine = Machine({"gpu": 14 * GIB, "cpu": 20 * GIB, "disk": 60 * GIB}, "the GPU has 14 GiB")
+    machine = MachineLimits(
+        {"gpu": 14 * GIB, "cpu": 20 * GIB, "disk": 60 * GIB}, "the GPU has 14 GiB"
+    )
     monkeypatch.setattr(models_command, "this_machine", lambda: machine)
     found = rows(capsys, "opt-")
     assert {

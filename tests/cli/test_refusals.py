@@ -13,7 +13,7 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags, say_what_limits_lack
-from flexgen_helm.cli.plan_problem import Asked, problem_for
+from flexgen_helm.cli.plan_problem import PlanOptions, problem_for
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware import process_state
@@ -154,7 +154,7 @@ def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
                 "--policy 1x1,0,100,0,100,0,100 --gpu-memory 8GiB --cpu-memory 1048576GiB"
             )
             cli.main(words.split())
-            asked = Asked({"limits": limits}, "opt-125m", "laptop", 1, False)
+            asked = PlanOptions({"limits": limits}, "opt-125m", "laptop", 1, False)
             # of 2,048 positions: the last token needs none
             assert problem_for(asked, 2047, 2).limits["gpu"] == 0
         else:

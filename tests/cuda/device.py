@@ -6,10 +6,12 @@ compute at once, on the CPU; streams, events and memory are modelled beside them
 `memory`). So values are right whatever the code forgets, and what it forgets is found all the same:
 
     races            accesses that no wait, event or `record_stream` orders, between streams and
-    host threads mixes            operations on tensors of several devices; these raise too, as on a
-    GPU syncs            places where a host thread waits for the device
+                     host threads
+    mixes            operations on tensors of several devices; these raise too, as on a GPU
+    syncs            places where a host thread waits for the device
     pageable_copies  copies from or to memory that is not pinned, which the driver copies through
-    buffers of its own kernels          launches, one for each operation of PyTorch
+                     buffers of its own
+    kernels          launches, one for each operation of PyTorch
 
 All but the first two count by place: 'file:line' of the package's innermost frame.
 

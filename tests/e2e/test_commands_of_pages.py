@@ -36,7 +36,7 @@ NAMES = [
 ]  # fmt: skip
 # What is not run, and why.
 LEFT_OUT = {
-    r"pip install|python3? -m venv|\. \.venv|python -m nltk": "installs",
+    r"make (eval|test)$|pip install|python3? -m venv|\. \.venv|python -m nltk": "installs",
     r"flexgen-helm fetch|.*--tasks (arc_easy|mmlu)": "asks the network",
     r"flexgen-helm run -c mine\.conf|helm-summarize --suite lite": "data of the hub",
     r"helm-server|tail -f|flexgen-helm serve|curl|inspect "

@@ -48,7 +48,7 @@ def summarize(folder, *flags):
 
     One thread: it compiles templates in its threads, and in Python before 3.11.8 and 3.12.2
     parallel parses can end in `SystemError: AST constructor recursion depth mismatch`
-        (https://github.com/python/cpython/issues/106905).
+    (https://github.com/python/cpython/issues/106905).
     """
     command = helm(
         "helm.benchmark.presentation.summarize", "--suite", "s", "--num-threads", "1", *flags

@@ -17,9 +17,11 @@ from flexgen_helm.planner import planner
 from flexgen_helm.planner.placement import StorageSizes
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
 from flexgen_helm.planner.planner import corrected, corrections
-from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.workload import Workload
 from tests.helpers.planning_problems import small
 
 

@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
-from flexgen_helm.harnesses.lm_eval import FlexgenLM, register, run_command
+from flexgen_helm.harnesses.lm_eval import FlexgenLM, register_model, run_command
 from flexgen_helm.request import Completion
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML, NO_SYSTEM, PLAIN_TURNS, add_template
@@ -322,8 +322,8 @@ def test_the_harness_finds_the_model_by_its_name():
     name, _, target = setup["options.entry_points"]["lm_eval.models"].strip().partition(" = ")
     module, _, attribute = target.partition(":")
     assert name == "flexgen" and getattr(importlib.import_module(module), attribute) is FlexgenLM
-    register()
-    register()
+    register_model()
+    register_model()
     assert get_model("flexgen") is FlexgenLM
 
 

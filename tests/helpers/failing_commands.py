@@ -1,8 +1,7 @@
 """Commands whose system calls fail: each answer to a call is right all the same, or ends with one
 true sentence.
 
-    python -m tests.helpers.failing_commands COUNT SEED [COMMAND...]     injects drawn errors, and
-    prints a table
+    python -m tests.helpers.failing_commands COUNT SEED [COMMAND...]    injects drawn errors
 
 The calls of an undisturbed command on its home, its input and its output are listed; drawn ones
 fail.

@@ -1,8 +1,7 @@
 """Programs in forks of a process that has imported their packages: one starts in 0.1 s instead of 2
 to 8.
 
-    subprocess.run([*python("all"), "-c", code, "argument"], ...)      in place of [sys.executable,
-    "-c", ...]
+    subprocess.run([*python("all"), "-c", code], ...)    in place of [sys.executable, "-c", code]
 
 The command is a launcher that hands its folder, variables, and descriptors to the process of
 `PACKAGES[...]`, passes signals on, and ends as the fork ends. A fork is a process of its own in

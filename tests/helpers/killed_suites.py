@@ -4,7 +4,7 @@ As a script it imports HELM and torch once, and then runs each suite in a fork o
 takes a second instead of ten:
 
     python killed_suites.py         reads one JSON object a line, an `Order`, and answers with one,
-    an `Outcome`
+                                    an `Outcome`
 
 The model is given as pickled weights, so that a run begins with a conversion.
 """

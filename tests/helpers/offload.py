@@ -16,8 +16,8 @@ from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import TIERS
-from flexgen_helm.planner.policy import SCHEDULES
+from flexgen_helm.planner.schedules import SCHEDULES
+from flexgen_helm.tiers import TIERS
 from tests.helpers.parity import prompts
 from tests.helpers.threads import in_thread
 

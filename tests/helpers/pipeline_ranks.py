@@ -2,7 +2,7 @@
 came of them.
 
 As a script: `job.pickle` in the folder that is its argument has the `Job`; `outcomes.pickle` gets
-    the outcomes.
+the outcomes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import replace
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.policy import Workload
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits
 
 LAPTOP = load_profile("laptop")

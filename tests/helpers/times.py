@@ -1,7 +1,8 @@
 """What processor time tests spend, by file, with the processes that they start.
 
     make test-times                                    runs the fast suite and prints the table
-    (docs/developers) python -m tests.helpers.times build/times tests    by test in place of file
+                                                       (docs/developers)
+    python -m tests.helpers.times build/times tests    by test in place of file
 
 Processor time, user and system, of all threads and of processes that have ended: a busy machine
 does not change it.

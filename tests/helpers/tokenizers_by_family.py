@@ -1,7 +1,7 @@
 """Small tokenizers with the pipeline of each kind of published files.
 
 Only the vocabularies are ours: a few merges that come out differently as soon as one step of a
-    pipeline is lost.
+pipeline is lost.
 `19 98` spans digits that some families split, `.\\n` spans a border that GPT-2 keeps, no order of
 merges reaches ` Hello`, and of most Chinese characters and emoji a token holds only some bytes.
 """

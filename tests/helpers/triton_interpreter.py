@@ -6,7 +6,8 @@ own. Arguments are what it does, one after the other; the answer has a key for e
 
     values     how many matrices are dequantized, by format, shape and dtype; fails if a bit differs
     blocks     how many matrices of published formats are dequantized, by format and dtype; fails if
-    a bit differs bytes      how often each byte of a packed matrix is read
+               a bit differs
+    bytes      how often each byte of a packed matrix is read
 """
 
 from __future__ import annotations

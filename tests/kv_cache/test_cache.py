@@ -16,10 +16,10 @@ from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import make_codec, place_new_tokens
 from flexgen_helm.kv_cache.visibility import Queries, decode_parts, prefix_parts
 from flexgen_helm.offload.uploads import Uploads
-from flexgen_helm.planner.placement import TIERS
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
+from flexgen_helm.tiers import TIERS
 from tests.helpers.offload import tiers_of
 from tests.helpers.shares import share_of
 

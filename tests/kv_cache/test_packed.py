@@ -23,8 +23,9 @@ from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.policy import ZIGZAG, Workload
 from flexgen_helm.planner.problem import BlockShape, fraction_vector
+from flexgen_helm.planner.schedules import ZIGZAG
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant import precisions
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat, Precision

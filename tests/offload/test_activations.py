@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.activations import ActivationStore
-from flexgen_helm.planner.placement import TIERS
+from flexgen_helm.tiers import TIERS
 from tests.helpers.offload import tiers_of
 
 WIDTH = 6

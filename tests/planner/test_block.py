@@ -7,7 +7,8 @@ import pytest
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED, EMBED_TABLE, expert_of, stage_names
 from flexgen_helm.planner.plan import make_plan, planning_problem
-from flexgen_helm.planner.policy import Policy, Workload
+from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.workload import Workload
 from tests.helpers.planning_problems import config
 
 GB = 10**9

@@ -15,7 +15,6 @@ from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.placement import (
-    TIERS,
     Machine,
     StorageSizes,
     achieved_fractions,
@@ -24,12 +23,15 @@ from flexgen_helm.planner.placement import (
     staging_sizes,
 )
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import PREFILL_ONLY, ZIGZAG, Policy, Workload
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import BlockShape, expected_experts, fitted_skew, fraction_vector
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.weight_placement import place_weights
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import TIERS
 from tests.helpers.planning_problems import config
 
 GIB = 1 << 30

@@ -15,9 +15,11 @@ from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names
 from flexgen_helm.planner.placement import choose_tiers, tier_fractions
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import PREFILL_ONLY, ZIGZAG, Policy, Workload
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits
 from tests.helpers.planning_problems import config, small
 from tests.helpers.shares import share_of

@@ -7,18 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.planner.placement import (
-    ACTIVATIONS_SHARE,
-    STREAMED_BATCH_TOKENS,
-    UNLIMITED,
-    CacheSizes,
-    Machine,
-    StorageSizes,
-)
-from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Policy
+from flexgen_helm.planner.placement import CacheSizes, Machine, StorageSizes
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.run_plan import RunMemory, RunSize
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.weight_placement import Placement
+from flexgen_helm.tiers import ACTIVATIONS_SHARE, STREAMED_BATCH_TOKENS, UNLIMITED
 from tests.helpers import planning_problems
 from tests.helpers.planning_problems import small
 

@@ -9,9 +9,11 @@ import pytest
 from flexgen_helm.hardware.profile import Curve, load_profile
 from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import ROW, Policy, Workload
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import ROW
 from flexgen_helm.planner.weight_placement import keeps_copies, place_weights
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.planning_problems import MIB, config
 

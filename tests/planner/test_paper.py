@@ -11,9 +11,11 @@ from flexgen_helm.benchmarks.paper.tables import MACHINES, evaluate_csv, summari
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.plan import DATA_SHEET, FITTED, PIPELINE
-from flexgen_helm.planner.policy import ZIGZAG, Policy, Workload
+from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
+from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.paths import SHARED
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from flexgen_helm import GenerationRequest
 from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.engine.pipeline import divide_layers
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
 from flexgen_helm.planner.placement import SchedulerLimits
-from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, divide_layers
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.scheduling.prepare import common_limits, divide, into_lanes
 from flexgen_helm.scheduling.sequence import Request
 

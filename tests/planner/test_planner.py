@@ -10,8 +10,10 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner.placement import Machine
 from flexgen_helm.planner.planner import Planner
-from flexgen_helm.planner.policy import ROW, ZIGZAG, Choices, Policy, Workload
+from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.run_plan import RunSize
+from flexgen_helm.planner.schedules import ROW, ZIGZAG
+from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 from tests.helpers.planning_problems import LAPTOP, MIB, config
 

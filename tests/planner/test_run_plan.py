@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from flexgen_helm.planner.placement import Machine, SchedulerLimits, StorageSizes
-from flexgen_helm.planner.policy import PREFILL_ONLY, ROW, ZIGZAG, Choices, Policy
+from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.weight_placement import place_weights
 from tests.helpers.planning_problems import MIB, config
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.planner.policy import AUTOMATIC, SCHEDULES
+from flexgen_helm.planner.schedules import AUTOMATIC, SCHEDULES
 from flexgen_helm.scheduling.scheduler import WorkItem, work_items
 
 

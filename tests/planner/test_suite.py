@@ -14,7 +14,7 @@ from flexgen_helm.planner.plan import (
     planning_problem,
     suite_workload,
 )
-from flexgen_helm.planner.policy import Workload
+from flexgen_helm.planner.workload import Workload
 
 ENTRIES = [
     EntryWorkload("mmlu:subject=a", 50, [(400, 1, 1)] * 50),

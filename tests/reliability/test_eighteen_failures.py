@@ -2,7 +2,7 @@
 there.
 
 Each guard is followed by its inverse: the same input where the guard is off, or in the software
-    that has the failure.
+that has the failure.
 """
 
 from __future__ import annotations

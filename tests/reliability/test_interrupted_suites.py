@@ -2,7 +2,7 @@
 answers.
 
 The runs are real: HELM, the engine, a conversion, the response cache. Steps are counted, so every
-    phase is hit.
+phase is hit.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.report import verification
 from flexgen_helm.report.verification import (
     BundledAnswer,
-    Manifest,
     Recorded,
     RecordedAnswer,
+    SampleManifest,
     Source,
-    compare,
+    compare_answers,
     draw,
     drawn_numbers,
     packed_bundle,
@@ -56,7 +56,7 @@ DRAWN = [
         0, drawn_numbers(0, 1000, 1)[0], "run, instance id1", [REQUEST], [plain_result(RESULT)]
     )
 ]
-MANIFEST = Manifest(
+MANIFEST = SampleManifest(
     "s", 1000, 0, [Source("m", "fp16", "f", None, {"name": "cpu"}, None, None, None)]
 )
 
@@ -118,19 +118,20 @@ ANSWER = {"text": "a", "end": "stop", "logprobs": [-0.1, -2.0], "more": [[-4.0, 
 )  # fmt: skip
 def test_what_is_equal(change, where):
     recorded = {**ANSWER, **change}
-    found = compare(recorded, ANSWER, 1.5e-5)[0]
+    found = compare_answers(recorded, ANSWER, 1.5e-5)[0]
     assert [name for name, _, _ in found][:1] == ([where] if where else [])
-    assert bool(compare(recorded, ANSWER, 0.0)[0]) is bool(change)
-    assert bool(compare(ANSWER, recorded, 0.0)[0]) is bool(change)
-    assert compare([ANSWER, ANSWER], [ANSWER], 1.0)[0]
+    assert bool(compare_answers(recorded, ANSWER, 0.0)[0]) is bool(change)
+    assert bool(compare_answers(ANSWER, recorded, 0.0)[0]) is bool(change)
+    assert compare_answers([ANSWER, ANSWER], [ANSWER], 1.0)[0]
 
 
 def test_sums_differ_by_parts_of_their_value():
-    assert compare([-50.0], [-50.004], 1e-4, has_sums=True) == ([], pytest.approx(8e-5))
+    assert compare_answers([-50.0], [-50.004], 1e-4, has_sums=True) == ([], pytest.approx(8e-5))
     assert (
-        compare([-50.0], [-50.006], 1e-4, has_sums=True)[0] and compare([-50.0], [-50.004], 1e-4)[0]
+        compare_answers([-50.0], [-50.006], 1e-4, has_sums=True)[0]
+        and compare_answers([-50.0], [-50.004], 1e-4)[0]
     )
-    assert compare([-0.5], [-0.50006], 1e-4, has_sums=True)[1] == pytest.approx(6e-5)
+    assert compare_answers([-0.5], [-0.50006], 1e-4, has_sums=True)[1] == pytest.approx(6e-5)
 
 
 def test_a_bundle_is_read_as_it_was_written(tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import FLOAT_TYPES, MOST_THREADS, row_tiles
 from flexgen_helm.checkpoint.published import filler
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
 from flexgen_helm.concurrency import computed_ahead
@@ -20,6 +19,13 @@ from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.block_products import decode_into
 
+# Types that a tensor can have without scales.
+FLOAT_TYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 # All types of which stored tensors are decoded.
 TORCH_TYPES = {
     **FLOAT_TYPES,
@@ -31,6 +37,10 @@ TORCH_TYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+# Elements that are checked and rounded at a time: the workspace of a read is a few MB beyond its
+# result.
+TILE_ELEMENTS = 1 << 20
+MOST_THREADS = 4  # that read a tensor; each holds a tile
 # Returns `count` rows from `start` on, in floating point.
 ReadRows = Callable[[int, int], torch.Tensor]
 
@@ -234,3 +244,11 @@ def _part(name: str) -> str:
 def _is_zero_bias(tensor: LogicalTensor) -> bool:
     is_bias = tensor.name.endswith(".bias") and tensor.dtype in FLOAT_TYPES
     return is_bias and not any(tile.any() for tile in tensor.tiles([range(tensor.num_rows)]))
+
+
+def row_tiles(parts: Iterable[range], width: int) -> Iterator[tuple[int, int]]:
+    """Yield (first row, number of rows) of each read of about a tile; width: elements per row."""
+    step = max(1, TILE_ELEMENTS // max(1, width))
+    for rows in parts:
+        for start in range(rows.start, rows.stop, step):
+            yield start, min(step, rows.stop - start)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from flexgen_helm.checkpoint.published import FillRows
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES, Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     LogicalTensor,
@@ -25,7 +24,12 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
     require,
     title_of,
 )
-from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredTensor
+from flexgen_helm.checkpoint.stored_tensors import (
+    FillRows,
+    PublishedTensor,
+    StoredPlane,
+    StoredTensor,
+)
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.quant.formats import SCALE_BYTES, BlockFormat, scaled_format
 
@@ -143,12 +147,10 @@ class _Scaling:
 
 def _scaled(group: QuantizedGroup, name: str, scaling: _Scaling) -> LogicalTensor:
     """Return the tensor whose codes, [..., rows, columns], are the group's first tensor."""
-    codes, scale, zero_point, divisor = (
-        group.first,
-        scaling.scale,
-        scaling.zero_point,
-        scaling.global_scale,
-    )
+    codes = group.first
+    scale = scaling.scale
+    zero_point = scaling.zero_point
+    divisor = scaling.global_scale
     shape = scaling.shape or codes.shape
     parts = tuple(part for part in (codes, scale, divisor, zero_point) if part is not None)
     require(scale, _SCALES)
@@ -379,10 +381,8 @@ def _indexed(
         )
 
     def rows(start: int, count: int) -> torch.Tensor:
-        codes, of_rows = (
-            _unpack(words(start, count).t(), bits)[:inputs].t(),
-            slice(start, start + count),
-        )
+        codes = _unpack(words(start, count).t(), bits)[:inputs].t()
+        of_rows = slice(start, start + count)
         return (codes - zeros[of_rows][:, index]).float() * scales[of_rows][:, index].float()
 
     return rows
