@@ -8,10 +8,13 @@ to `REQUESTS`.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import os
+import struct
 import zipfile
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +31,6 @@ from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.service import request_key
-from tests.helpers.opened_files import opened_files
 from tests.helpers.paths import DATA
 from tests.helpers.tiny_models import save_tokenizer
 
@@ -264,6 +266,37 @@ CHANGES: dict[str, Any] = {
     "vocab.json": lambda folder: _change_json(folder, "vocab.json", the=300),
     "merges.txt": lambda folder: (folder / "merges.txt").write_text("#version: 0.2\n"),
 }
+
+
+_OPENED, _IS_FOLDER = 0x20, 0x40000000  # IN_OPEN, IN_ISDIR
+_EVENT = struct.Struct("iIII")
+
+
+@contextmanager
+def opened_files(folder):
+    """Fill the set, at the end, with the paths below `folder` of the files that were opened
+    meanwhile, by whatever library: the kernel tells (inotify).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_NONBLOCK)
+    assert descriptor >= 0, os.strerror(ctypes.get_errno())
+    try:
+        folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+        watched = {
+            libc.inotify_add_watch(descriptor, os.fsencode(path), _OPENED): path for path in folders
+        }
+        assert min(watched) >= 0, os.strerror(ctypes.get_errno())
+        found = set()
+        yield found
+        events = os.read(descriptor, 1 << 20)
+        while events:
+            watch, kind, _, length = _EVENT.unpack_from(events)
+            name = events[_EVENT.size : _EVENT.size + length].rstrip(b"\0")
+            events = events[_EVENT.size + length :]
+            if not kind & _IS_FOLDER:
+                found.add(str((watched[watch] / os.fsdecode(name)).relative_to(folder)))
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(

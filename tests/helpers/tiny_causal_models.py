@@ -5,16 +5,14 @@ sizes.
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
+from tests.helpers.paths import DATA
 
-_DATA = yaml.safe_load(
-    (Path(__file__).parents[1] / "data" / "tiny_causal_classes.yaml").read_text()
-)
+_DATA = yaml.safe_load((DATA / "tiny_causal_classes.yaml").read_text())
 
 # Of these a default config makes no model: it lacks entries that only published configs have, or a
 # library.

@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from tests.helpers.paths import DATA
+
 VOCABULARY = 320
 
 
@@ -44,7 +46,7 @@ class TinyModel:
             )
 
 
-_DATA = yaml.safe_load((Path(__file__).parents[1] / "data" / "tiny_models.yaml").read_text())
+_DATA = yaml.safe_load((DATA / "tiny_models.yaml").read_text())
 
 
 def tiny_config(kind: str, sizes: str, **changes: Any) -> Any:

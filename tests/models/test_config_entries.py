@@ -23,7 +23,7 @@ from flexgen_helm.checkpoint.folder import CONFIG, SINGLE, read_config
 from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
 from tests.helpers.parity import TOLERANCE
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import DATA
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import gemma3_with_images
 
@@ -32,8 +32,8 @@ PROMPTS = [
     [30, 2],
     [5, 9, 31, 7, 7, 7, 1, 2, 3],
 ]
-DATA = yaml.safe_load((ROOT / "tests" / "data" / "config_entries.yaml").read_text())
-SIZES, CLASSES, ENTRIES, KIND = map(DATA.get, ("sizes", "classes", "entries", "kinds"))
+TABLES = yaml.safe_load((DATA / "config_entries.yaml").read_text())
+SIZES, CLASSES, ENTRIES, KIND = map(TABLES.get, ("sizes", "classes", "entries", "kinds"))
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -130,10 +130,10 @@ def changes(name):
     for relative in CLASSES:
         foreign |= configuration(relative)
     for key, value in base.items():
-        if key not in DATA["ignored"]:
+        if key not in TABLES["ignored"]:
             yield from ({key: changed} for changed in variations(key, value))
     for key, value in foreign.items():
-        if key not in DATA["ignored"] and key not in base:
+        if key not in TABLES["ignored"] and key not in base:
             yield {key: value}
             yield from (
                 {key: changed} for changed in variations(key, value) if changed is not REMOVED
