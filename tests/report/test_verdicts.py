@@ -193,6 +193,7 @@ def judged(paired, margin=0.01, **more):
     return decide(one, verdict.p_value, 1.0 if p_value is None else p_value)
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("count", [3, 20, 60, 300])
 def test_verdicts_on_losses_are_wrong_in_at_most_5_percent(kind, count):
