@@ -25,7 +25,7 @@ from flexgen_helm.benchmarks.process import run_logged
 from flexgen_helm.benchmarks.reference import export_checked
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.cli.engine_flags import OutFile
+from flexgen_helm.cli.arguments import OutFile
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.plugin.registration import prefix_token
 from flexgen_helm.scenarios import lambada, wikitext

@@ -72,7 +72,7 @@ def run_blocks(
     ) as loaded:
 
         def run(tokens: int) -> dict[str, Any]:
-            ids = prompts(rows, prompt + output - tokens, loaded.config.vocab_size)
+            ids = prompts(rows, prompt + output - tokens, loaded.model_config.vocab_size)
             settings: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
             results = loaded.run([GenerationRequest(prompt_token_ids=x, **settings) for x in ids])
             for error in (result.error for result in results if result.error is not None):

@@ -24,7 +24,7 @@ from flexgen_helm.benchmarks import packed, peers
 from flexgen_helm.benchmarks.common import machine, report, run_row, script, summary
 from flexgen_helm.benchmarks.engine_task import alternate, block_bytes
 from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.cli.engine_flags import OutFile
+from flexgen_helm.cli.arguments import OutFile
 from flexgen_helm.engine.machine_profile import measured_profile
 
 IN_MEMORY, OFFLOADED, ROW_BY_ROW = "in memory", "offloaded", "row by row"

@@ -287,7 +287,8 @@ class ResponseWriter:
     """The response cache of one engine during a block: results are written in transactions.
 
     A result is on the disk `MAX_PENDING_S` after it was added, also if no other one follows. A
-    cache that fails is given up with a warning: results are then computed, and not stored.
+    cache that fails is told once. Where the disk is full or fails, what is pending waits for the
+    next write; what is damaged or stays locked is given up, and results are not stored.
     """
 
     def __init__(self, path: Path | None, model: str) -> None:
@@ -297,7 +298,8 @@ class ResponseWriter:
         self._timer: threading.Timer | None = None  # runs while something is pending
         self._steps: dict[str, dict[int, int]] = {}  # that follow, by completion
         self._restarted: set[str] = set()
-        self._due = 0.0
+        self._due = self._waits_since = 0.0
+        self._fails = False
         self._keep_every_s = KEEP_EVERY_S
         self._lock = threading.RLock()
         self._cache: ResponseCache | None = None
@@ -309,10 +311,14 @@ class ResponseWriter:
         try:
             yield
         except ResponseCacheError as error:
-            report(Message(f"results are not stored for a later run: {error}"))
-            if self._cache is not None:
+            cause = error.__cause__
+            ends = not isinstance(cause, sqlite3.OperationalError) or "locked" in str(cause)
+            if ends or not self._fails:
+                report(Message(f"results are not stored for a later run: {error}"))
+            self._fails = True
+            if self._cache is not None and ends:
                 self._cache.close()
-            self._cache = None
+                self._cache = None
 
     def get_many(self, keys: list[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""
@@ -332,15 +338,19 @@ class ResponseWriter:
             self._pending[key] = result
             self._drawn.pop(key, None)
             self._steps.pop(key, None)
-            if len(self._pending) >= MAX_PENDING_RESULTS:
+            if len(self._pending) >= MAX_PENDING_RESULTS and not self._fails:
                 self._flush()
             else:
                 self._flush_within(MAX_PENDING_S)
 
-    def draw(self, key: str, completion: int, step: int, drawn: DrawnToken) -> None:
-        """Keep a token of an answer that has not ended."""
+    def draw(self, key: str, completion: int, step: int, drawn: DrawnToken) -> float | None:
+        """Keep a token of an answer that has not ended; return the seconds that tokens wait to be
+        written, None if they are not.
+        """
         with self._lock:
             if self._cache is not None:
+                if not self._drawn:
+                    self._waits_since = time.monotonic()
                 steps = self._steps.setdefault(key, {})
                 # again, since a worker was lost, and perhaps otherwise
                 if step != steps.get(completion, step):
@@ -350,6 +360,8 @@ class ResponseWriter:
                 steps[completion] = step + 1
                 self._drawn.setdefault(key, {}).setdefault(completion, (step, []))[1].append(drawn)
                 self._flush_within(self._keep_every_s)
+                return max(self._keep_every_s, time.monotonic() - self._waits_since)
+        return None
 
     def _flush_within(self, seconds: float) -> None:
         due = time.monotonic() + seconds
@@ -366,13 +378,13 @@ class ResponseWriter:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            pending, self._pending = self._pending, {}
-            drawn, self._drawn = self._drawn, {}
-            restarted, self._restarted = self._restarted, set()
             began = time.monotonic()
             with self._given_up_on_error():
                 if self._cache is not None:
-                    self._cache.put_many(pending, drawn, restarted)
+                    self._cache.put_many(self._pending, self._drawn, self._restarted)
+                    if self._fails:
+                        report(Message("results are stored again", is_warning=False))
+                self._pending, self._drawn, self._restarted, self._fails = {}, {}, set(), False
             seldom = min(_KEEP_AT_LEAST_EVERY_S, (time.monotonic() - began) / _KEEP_SHARE)
             self._keep_every_s = max(KEEP_EVERY_S, seldom)
 

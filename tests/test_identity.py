@@ -103,17 +103,20 @@ def test_engine_fingerprints_andrequest_keys_are_those_of_0_1_0(monkeypatch):
         fingerprint="w" * 64, config=CATALOG["opt-125m"].config, folder=None
     )
     tokenizer: Any = SimpleNamespace(fingerprint="t" * 64)
-    on_cpu, on_gpu = ("cpu", torch.float32), ("cuda", torch.float16)
+    on_cpu, on_gpu = (
+        module.Arithmetic("cpu", str(torch.float32)),
+        module.Arithmetic("cuda", str(torch.float16)),
+    )
     assert (
-        module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit"), *on_cpu)
+        module.engine_fingerprint(checkpoint, None, EngineConfig(precision="4bit"), on_cpu)
         == GOLDEN["engine"]
     )
     assert (
-        module.engine_fingerprint(checkpoint, tokenizer, EngineConfig(), *on_gpu)
+        module.engine_fingerprint(checkpoint, tokenizer, EngineConfig(), on_gpu)
         == GOLDEN["engine_cuda"]
     )
     unverified = module.engine_fingerprint(
-        checkpoint, None, EngineConfig(precision="4bit", unverified=True), *on_cpu
+        checkpoint, None, EngineConfig(precision="4bit", unverified=True), on_cpu
     )
     assert unverified != GOLDEN["engine"]
     sampled = GenerationRequest(

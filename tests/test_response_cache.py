@@ -325,11 +325,17 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
         observed_by(lambda event: told.append(event.text)),
         closing(ResponseWriter(tmp_path / "j.sqlite", "")) as writer,
     ):
-        writer._cache._connection.execute("PRAGMA max_page_count = 8")
+        size = writer._cache._connection.execute
+        size("PRAGMA max_page_count = 8")
         for step in range(20_000):
-            writer.draw("k", 0, step, TOKENS[0])
-            if step % 2000 == 0:
+            waits_s = writer.draw("k", 0, step, TOKENS[0])
+            if step % 2000 == 1:
                 writer._flush()
-        writer.add("k", SOME)
-    (text,) = told
-    assert "not stored for a later run" in text and "j.sqlite" in text and "full" in text
+        assert waits_s > 0.01  # the panel says so
+        (text,) = told
+        assert "not stored for a later run" in text and "j.sqlite" in text and "full" in text
+        size("PRAGMA max_page_count = 1000000")
+        writer._flush()
+        assert told[1:] == ["results are stored again"]
+    with closing(ResponseCache(tmp_path / "j.sqlite")) as cache:
+        assert len(cache.take_drawn(["k"])["k"][0]) == 20_000

@@ -29,7 +29,7 @@ PAGE = ROOT / "docs/developers/architecture.md"
 # What a request becomes on its way, by class. HELM's own are Request and RequestResult.
 FORMS = [
     "Request", "HelmRequest", "Job", "GenerationRequest", "EncodedRequests", "Sequence",
-    "ScheduledTokens", "Batch", "AttentionMetadata", "Prediction", "SequenceOutput", "HeadOutput",
+    "ScheduledTokens", "Batch", "AttentionMetadata", "Prediction", "SequenceOutput",
     "BatchOutput", "Completion", "GenerationResult", "Response", "RequestResult",
 ]  # fmt: skip
 # A file counts where one of its functions is given such an object, or a list or dictionary of them,

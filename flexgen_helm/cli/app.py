@@ -11,8 +11,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from flexgen_helm import __version__
-from flexgen_helm.cli.engine_flags import Command, Group, help_text, with_engine_flags
+from flexgen_helm.cli.engine_flags import with_engine_flags
 from flexgen_helm.cli.screen import Screen
+from flexgen_helm.cli.typer_commands import Command, Group, help_text
 from flexgen_helm.concurrency import require_linux
 from flexgen_helm.errors import Interrupted
 

@@ -6,23 +6,22 @@ import atexit
 import hashlib
 import json
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from io import FileIO
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import read_input, say, write_json
-from flexgen_helm.cli.engine_flags import check_engine_flags, complete_model
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, RequestError, UnknownModelError, UsageError
 from flexgen_helm.files import append, count, read_object
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
-    ChatBody,
     EncodedPrompt,
     Json,
     RequestBody,
@@ -99,14 +98,15 @@ def batch(
     check_engine_flags(engine)
     content = read_input("IN.jsonl", requests)
     created = int(time.time() if str(requests) == "-" else requests.stat().st_mtime)
-    parsed = list(_parse(content))
+    parsed = list(_parse_lines(content))
     name = model or next(
         (line.asked.model for line in parsed if line.asked and line.asked.model), None
     )
     if name is None and any(line.asked for line in parsed):
         raise UsageError("no line names a model; give one with --model")
-    answered = (_failure(line) for line in parsed)  # no line names a model
-    if name is not None:
+    if name is None:
+        num_failed = _write_answers(out, parsed, map(_failure, parsed))
+    else:
         try:
             arguments = model_arguments(name, engine)
         except UnknownModelError as error:
@@ -115,17 +115,17 @@ def batch(
             raise UnknownModelError(
                 f"{error}; --model NAME answers all lines, whatever they name"
             ) from error
-        reader, service = ModelReader("batch"), Service(EngineLoader())
+        service = Service(EngineLoader())
         # a second signal may end the first close
         atexit.register(process.close_at_exit, service.close)
-        head = {"created": created, "model": name}
-        answered = _answers(parsed, arguments, reader, service, head, None if model else name)
-    with written_whole(out, "-o") as output, closing(answered):
-        num_failed = sum(
-            _write(output, line, *response) for response, line in zip(answered, parsed)
+        answerer = _Answerer(
+            arguments, ModelReader("batch"), name, created, None if model else name
         )
-    if name is not None:
-        _write_record(out, arguments, reader, service)
+        try:
+            num_failed = _write_answers(out, parsed, answerer.answers(service, parsed))
+        finally:
+            service.close()
+        _write_record(out, answerer, service)
     say(f"{count(len(parsed) - num_failed, 'answer')} in {out}")
     if num_failed:
         say(
@@ -138,95 +138,99 @@ def batch(
 # Reading
 
 
-def _parse(content: bytes) -> Iterator[_Line]:
-    seen: dict[str, int] = {}
+def _parse_lines(content: bytes) -> Iterator[_Line]:
+    line_of_id: dict[str, int] = {}
     for number, text in enumerate(content.split(b"\n"), start=1):
-        if not text.strip():
-            continue
-        identity, custom_id = hashlib.sha256(b"%d\n" % number + text).hexdigest()[:24], None
-        try:
-            line = parse_json(text, f"line {number}")
-            if not isinstance(line, dict):
-                raise ApiError(f"line {number} is not a JSON object")
-            custom_id = line.get("custom_id")
-            if not isinstance(custom_id, str) or not custom_id:
-                custom_id = None
-                raise ApiError(f"line {number} has no custom_id, which must be a text", "custom_id")
-            if (first := seen.setdefault(custom_id, number)) != number:
-                raise ApiError(
-                    f"custom_id of line {number} is that of line {first} too", "custom_id"
-                )
-            if unknown := sorted(set(line) - _KEYS):
-                raise ApiError(
-                    f"line {number} has {unknown[0][:60]!a}; known are {', '.join(sorted(_KEYS))}"
-                )
-            if line.get("method", "POST") != "POST":
-                raise ApiError(f"method of line {number} must be POST", "method")
-            yield _Line(identity, custom_id, parse_body(line.get("url", ""), line.get("body")))
-        except RequestError as error:
-            yield _Line(identity, custom_id, error=error)
+        if text.strip():
+            yield _parse_line(number, text, line_of_id)
+
+
+def _parse_line(number: int, text: bytes, line_of_id: dict[str, int]) -> _Line:
+    """Return a line, or why it cannot be answered; line_of_id: custom ids so far, which it adds
+    to.
+    """
+    identity, custom_id = hashlib.sha256(b"%d\n" % number + text).hexdigest()[:24], None
+    try:
+        line = parse_json(text, f"line {number}")
+        if not isinstance(line, dict):
+            raise ApiError(f"line {number} is not a JSON object")
+        custom_id = line.get("custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            custom_id = None
+            raise ApiError(f"line {number} has no custom_id, which must be a text", "custom_id")
+        if (first := line_of_id.setdefault(custom_id, number)) != number:
+            raise ApiError(f"custom_id of line {number} is that of line {first} too", "custom_id")
+        if unknown := sorted(set(line) - _KEYS):
+            raise ApiError(
+                f"line {number} has {unknown[0][:60]!a}; known are {', '.join(sorted(_KEYS))}"
+            )
+        if line.get("method", "POST") != "POST":
+            raise ApiError(f"method of line {number} must be POST", "method")
+        return _Line(identity, custom_id, parse_body(line.get("url", ""), line.get("body")))
+    except RequestError as error:
+        return _Line(identity, custom_id, error=error)
 
 
 # Answering
 
 
-def _answers(
-    parsed: Sequence[_Line],
-    model: ModelArguments,
-    reader: ModelReader,
-    service: Service,
-    head: Json,
-    only: str | None = None,
-) -> Generator[tuple[int, Json]]:
-    """Yield status and body of the response to each line, in order; close the service.
+@dataclass(frozen=True)
+class _Answerer:
+    """Answers lines by a model.
 
-    head: what bodies say of the model, and when they were made. only: what lines must name; None
-        for whatever.
+    name, created: of the model and the responses, as bodies give them back.
+    required_model: what lines must name; None for whatever.
     """
 
-    def encoded(line: _Line) -> _Line:
+    model: ModelArguments
+    reader: ModelReader
+    name: str
+    created: int
+    required_model: str | None = None
+
+    def answers(self, service: Service, parsed: Sequence[_Line]) -> Iterator[tuple[int, Json]]:
+        """Yield status and body of the response to each line, in order."""
+        self.reader.encoder(self.model)  # what no line could be answered without
+        service.preload(self.model)
+        lines = list(map(self._encoded, parsed))
+        # what this thread has opened, it needs no longer
+        report(ProgressPhase("load", done=1, total=1))
+        requests = [prompt.request for line in lines for prompt in line.prompts]
+        with service.submit(self.model, requests):
+            for line in lines:
+                yield self._response(service, line)
+
+    def answer(self, service: Service, line: _Line) -> Json:
+        """Return the body of the response to a line."""
+        return self._response(service, self._encoded(line))[1]
+
+    def _encoded(self, line: _Line) -> _Line:
         """Return a line with its prompts encoded, or with why they cannot be."""
-        asked = line.asked
+        asked, required = line.asked, self.required_model
         if asked is None:
             return line
         try:
-            if only is not None and asked.model != only:
+            if required is not None and asked.model != required:
                 raise ApiError(
-                    f"the model is {asked.model!a}, and this file's first line names {only!a}; a "
-                    "file asks one model, or --model answers all "
-                    "lines", "model", "model_not_found", 404
+                    f"the model is {asked.model!a}, and this file's first line names {required!a}; "
+                    "a file asks one model, or --model answers all lines",
+                    "model", "model_not_found", 404
                 )  # fmt: skip
-            chat = reader.chat(model) if isinstance(asked, ChatBody) else None
-            positions = reader.facts(model).max_positions
-            prompts = to_requests(
-                asked, reader.encoder(model), chat, positions, line.custom_id or ""
-            )
+            prompts = to_requests(asked, self.reader, self.model, line.custom_id or "")
         except FlexgenError as error:
             return _Line(line.identity, line.custom_id, error=error)
         return replace(line, prompts=prompts)
 
-    def response(line: _Line) -> tuple[int, Json]:
+    def _response(self, service: Service, line: _Line) -> tuple[int, Json]:
         """Wait for the answers to a line."""
         if line.asked is None:
             return _failure(line)
-        results = [service.respond(model, prompt.request).result for prompt in line.prompts]
+        results = [service.respond(self.model, prompt.request).result for prompt in line.prompts]
         if failed := next((result.error for result in results if result.error is not None), None):
             return error_status(failed), error_body(failed)
-        tokenizer = reader.encoder(model).tokenizer
-        return 200, to_body(
-            line.asked, line.prompts, results, tokenizer, {"id": line.identity, **head}
-        )
-
-    try:
-        reader.encoder(model)  # what no line could be answered without
-        service.preload(model)
-        lines = list(map(encoded, parsed))
-        # what this thread has opened, it needs no longer
-        report(ProgressPhase("load", done=1, total=1))
-        with service.submit(model, [prompt.request for line in lines for prompt in line.prompts]):
-            yield from map(response, lines)
-    finally:
-        service.close()
+        head = {"id": line.identity, "created": self.created, "model": self.name}
+        tokenizer = self.reader.encoder(self.model).tokenizer
+        return 200, to_body(line.asked, line.prompts, results, tokenizer, head)
 
 
 def _failure(line: _Line) -> tuple[int, Json]:
@@ -234,12 +238,29 @@ def _failure(line: _Line) -> tuple[int, Json]:
     return error_status(line.error), error_body(line.error)
 
 
-def _write_record(out: Path, model: ModelArguments, reader: ModelReader, service: Service) -> None:
+def _write_answers(out: Path, parsed: Sequence[_Line], answers: Iterable[tuple[int, Json]]) -> int:
+    """Write the responses to lines; return how many are errors."""
+    num_failed = 0
+    with written_whole(out, "-o") as output:
+        for line, (status, body) in zip(parsed, answers, strict=True):
+            request_id = f"req_{line.identity}"
+            answer = {
+                "id": f"{_ID}{line.identity}",
+                "custom_id": line.custom_id,
+                "response": {"status_code": status, "request_id": request_id, "body": body},
+                "error": None,
+            }
+            append(output, f"{json.dumps(answer, allow_nan=False)}\n".encode())
+            num_failed += status != 200
+    return num_failed
+
+
+def _write_record(out: Path, answerer: _Answerer, service: Service) -> None:
     """Write what `verify` must know of the answers beside them."""
     chat, path = None, out.with_name(out.name + _RECORD)
-    with suppress(UsageError):  # whose lines failed
-        chat = reader.chat(model)
-    record = service.record(model, chat)
+    with suppress(UsageError):  # a model without a chat template: its chat lines failed
+        chat = answerer.reader.chat(answerer.model)
+    record = service.record(answerer.model, chat)
     # One that computed nothing keeps what is said of the machine that did.
     if record and (
         record["hardware"] or read_object(path).get("fingerprint") != record["fingerprint"]
@@ -249,34 +270,27 @@ def _write_record(out: Path, model: ModelArguments, reader: ModelReader, service
 
 def recorded_lines(out: Path, requests: Path) -> Recorded:
     """Return the answers in an output file; requests: the input file."""
-    lines = {f"{_ID}{line.identity}": line for line in _parse(read_input("--requests", requests))}
+    content = read_input("--requests", requests)
+    lines = {f"{_ID}{line.identity}": line for line in _parse_lines(content)}
     reader = ModelReader("batch")
 
-    def recorded(answer: Json) -> RecordedAnswer:
+    def as_recorded(answer: Json) -> RecordedAnswer:
         name, body = f"{out.name}, {answer['custom_id']}", answer["response"]["body"]
-        if (line := lines.get(answer["id"])) is None:
+        if answer["id"] not in lines:
             raise UsageError(
                 f"{requests} is not what {name}, answers; give the file as it was then"
             )
-        head = {"created": body["created"], "model": body["model"]}
-        return RecordedAnswer(
-            name, body, lambda *given: next(_answers([line], given[1], reader, given[0], head))[1]
-        )
+
+        def recompute(service: Service, model: ModelArguments) -> Json:
+            answerer = _Answerer(model, reader, body["model"], body["created"])
+            return answerer.answer(service, lines[answer["id"]])
+
+        return RecordedAnswer(name, body, recompute)
 
     def read() -> list[RecordedAnswer]:
         answers = (parse_json(text, "an answer") for text in out.read_bytes().splitlines())
-        return [recorded(answer) for answer in answers if answer["response"]["status_code"] == 200]
+        return [
+            as_recorded(answer) for answer in answers if answer["response"]["status_code"] == 200
+        ]
 
     return Recorded(out, "batch", read_object(out.with_name(out.name + _RECORD)), read)
-
-
-def _write(output: FileIO, line: _Line, status: int, body: Json) -> bool:
-    """Append a line; return whether it is an error."""
-    answer = {
-        "id": f"{_ID}{line.identity}",
-        "custom_id": line.custom_id,
-        "response": {"status_code": status, "request_id": f"req_{line.identity}", "body": body},
-        "error": None,
-    }
-    append(output, f"{json.dumps(answer, allow_nan=False)}\n".encode())
-    return status != 200

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -16,8 +17,8 @@ import psutil
 import typer
 
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.console import output, print_json, print_rows, say
-from flexgen_helm.cli.engine_flags import JsonFlag
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count, size
 from flexgen_helm.locks import InUseError, locked
@@ -46,22 +47,27 @@ class StoredItem:
     is_removed: bool = False
 
 
+_Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME]...", help="What to remove, as it is listed; * stands for any letters."
+    ),
+]
+_OlderThan = Annotated[
+    float | None,
+    typer.Option(
+        "--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."
+    ),
+]
+_Yes = Annotated[
+    bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")
+]
+
+
 def clean(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME]...", help=("What to remove, as it is listed; * stands for any letters.")
-        ),
-    ] = None,
-    older_than: Annotated[
-        float | None,
-        typer.Option(
-            "--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."
-        ),
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")
-    ] = False,
+    names: _Names = None,
+    older_than: _OlderThan = None,
+    yes: _Yes = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List stored weights and answers with their size and last use; remove those that are named,
@@ -80,39 +86,38 @@ def clean(
             "--older-than"
         )
     home = state_dir()
-    items = sorted(stored_items(home), key=lambda item: (-item.num_bytes, item.name))
-    for pattern in names or ():
-        if not any(fnmatchcase(item.name, pattern) for item in items):
+    items = _chosen(stored_items(home), names or (), older_than)
+    for item in items if yes else ():
+        remove(item)
+    if as_json:
+        rows = [{**asdict(item), "path": str(item.path)} for item in items]
+        print_json({"home": str(home), "items": rows})
+    else:
+        cells = [(size(item.num_bytes), _age(item), _state(item), item.name) for item in items]
+        width = max([output().width, *(44 + len(item.name) for item in items)])  # names are copied
+        print_rows(["size", "last use", "state", "name"], cells, width=width)
+        total = size(sum(item.num_bytes for item in items))
+        say(f"{count(len(items), 'item')}, {total}; names are paths in {home}")
+    if items and not yes and (names or older_than is not None):
+        say("Nothing was removed; the same command with --yes removes these.")
+    raise typer.Exit(int(yes and not all(item.is_removed for item in items)))
+
+
+def _chosen(
+    items: Iterable[StoredItem], patterns: Sequence[str], older_than: float | None
+) -> list[StoredItem]:
+    """Return the named items, the largest first. Raises `UsageError` for a name of none."""
+    chosen = sorted(items, key=lambda item: (-item.num_bytes, item.name))
+    for pattern in patterns:
+        if not any(fnmatchcase(item.name, pattern) for item in chosen):
             raise UsageError(
                 f"nothing is stored under the name {pattern}; flexgen-helm clean lists what there "
                 "is"
             )
-    if names:
-        items = [
-            item for item in items if any(fnmatchcase(item.name, pattern) for pattern in names)
-        ]
-    if older_than is not None:
-        items = [item for item in items if item.last_used < time.time() - older_than * _DAY_S]
-    for item in items if yes else ():
-        remove(item)
-    if as_json:
-        print_json(
-            {
-                "home": str(home),
-                "items": [{**asdict(item), "path": str(item.path)} for item in items],
-            }
-        )
-    else:
-        rows = [(size(item.num_bytes), _age(item), _state(item), item.name) for item in items]
-        width = max([output().width, *(44 + len(item.name) for item in items)])  # names are copied
-        print_rows(["size", "last use", "state", "name"], rows, width=width)
-        say(
-            f"{count(len(items), 'item')}, {size(sum(item.num_bytes for item in items))}; names "
-            f"are paths in {home}"
-        )
-    if items and not yes and (names or older_than is not None):
-        say("Nothing was removed; the same command with --yes removes these.")
-    raise typer.Exit(int(yes and not all(item.is_removed for item in items)))
+    if patterns:
+        chosen = [item for item in chosen if any(fnmatchcase(item.name, p) for p in patterns)]
+    latest = math.inf if older_than is None else time.time() - older_than * _DAY_S
+    return [item for item in chosen if item.last_used < latest]
 
 
 def stored_items(home: Path) -> Iterator[StoredItem]:

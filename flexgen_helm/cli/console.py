@@ -80,7 +80,7 @@ def output() -> Console:
 
     class Console(console.Console):
         def on_broken_pipe(self) -> None:
-            raise
+            raise  # rich's default ends the process; `cli.main` handles the error
 
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(

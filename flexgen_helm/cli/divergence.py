@@ -6,28 +6,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flexgen_helm.checkpoint.names import PREFIX, resolve
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, ModelName, OutputPath
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, read_input, say
-from flexgen_helm.cli.engine_flags import (
-    DEFAULT_OUTPUT,
-    JsonFlag,
-    ModelName,
-    OutputPath,
-    check_engine_flags,
-    complete_model,
-)
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.process_state import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
-from flexgen_helm.terminal import table_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,12 +29,23 @@ if TYPE_CHECKING:
 
     from flexgen_helm.checkpoint.checkpoint import Checkpoint
     from flexgen_helm.engine.divergence import Compared, ComparedPrompts
-    from flexgen_helm.report.divergence import Divergence, ScoredTokens, TokenStatistics
+    from flexgen_helm.report.divergence import Divergence, ScoredTokens
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
-# Label, name, and options.
-_Model = tuple[str, str, EngineConfig]
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model in a precision.
+
+    label: what it is called in the output.
+    """
+
+    label: str
+    name: str
+    precision: str
+    options: EngineConfig
+
+
 _Second = Annotated[
     str | None,
     typer.Argument(
@@ -68,6 +73,9 @@ _Baseline = Annotated[
 _MaxWindows = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Compare only the first N windows.")
 ]
+_ByLayer = Annotated[
+    bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
+]
 
 
 def divergence(
@@ -80,9 +88,7 @@ def divergence(
     output_path: OutputPath = DEFAULT_OUTPUT,
     baseline: _Baseline = None,
     max_windows: _MaxWindows = None,
-    by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Also compare the hidden states after every layer.")
-    ] = False,
+    by_layer: _ByLayer = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure how far other precisions, or a second model, are from FP16: KL divergence, same top
@@ -104,17 +110,13 @@ def divergence(
         raise UsageError(
             "two models are compared in one process; start divergence without torchrun"
         )
-    named = _compared(model, second, baseline, engine.get("precision"))
-    of_text = {"--text": text, "--window": window, "--max-windows": max_windows}
+    models = _compared(model, second, baseline, engine)
+    text_flags = {"--text": text, "--window": window, "--max-windows": max_windows}
     if suite is not None:
-        if given := [flag for flag, value in of_text.items() if value is not None]:
-            raise UsageError(f"--suite and {given[0]} exclude each other; leave one of them out")
-        if len(named) < 2:
-            raise UsageError(
-                f"--precision names only the baseline {named[0][2]}; add one, such as --precision "
-                "4bit"
-            )
-        by_entry = _suite_prompts(model, named[0][2], output_path / "runs" / suite)
+        _check_suite_flags(
+            [flag for flag, value in text_flags.items() if value is not None], models
+        )
+        by_entry = _prompts_of_suite(model, models[0].precision, output_path / "runs" / suite)
     elif text is None or window is None:
         raise UsageError(
             "divergence needs a text and its --window, or a --suite; see flexgen-helm divergence "
@@ -123,91 +125,117 @@ def divergence(
     else:
         content = _read_text(text)
 
-    from flexgen_helm.engine.divergence import require_comparable
+    from flexgen_helm.engine.divergence import require_comparable, score
+    from flexgen_helm.engine.engine import Engine
     from flexgen_helm.engine.opening import open_files
-    from flexgen_helm.report.scores import finite
 
-    models = [
-        (label, name, EngineConfig(**{**resolve(name).options, **engine, "precision": precision}))
-        for label, name, precision in named
-    ]
     opened = models if second else models[:1]
-    files = [open_files(resolve(name), options) for _, name, options in opened]
+    files = [open_files(resolve(model.name), model.options) for model in opened]
     if second is not None:
         require_comparable(files, by_layer)
-    if suite is None:
-        by_entry = {"": _windows(model, *files[0], content, window or 0, max_windows)}
+    if text is not None and window is not None:
+        by_entry = {"": _prompts_of_text(model, files[0], content, window, max_windows)}
     if len(models) == 1:
-        return _say_perplexity_of(models[0], by_entry[""], as_json)
-    found = _divergences(models, by_entry, files[0][0], by_layer, is_told=not as_json)
+        with Engine.from_config(model, models[0].options) as loaded:
+            return say_perplexity(score(loaded, by_entry[""]), as_json)
+    divergences = _divergences(models, by_entry, files[0][0], by_layer, prints=not as_json)
     if as_json:
         entries = [
-            {"entry": entry, "precisions": [*map(asdict, of)]} for entry, of in found.items()
+            {"entry": entry, "precisions": [asdict(divergence) for divergence in of_entry]}
+            for entry, of_entry in divergences.items()
         ]
-        asked = {"text": str(text), "window": window, "precisions": entries[0]["precisions"]}
-        print_json(
-            finite(
-                {
-                    "model": model,
-                    **(asked if suite is None else {"suite": suite, "entries": entries}),
-                }
-            )
+        if suite is not None:
+            _print_json({"model": model, "suite": suite, "entries": entries})
+        else:
+            asked = {"model": model, "text": str(text), "window": window}
+            _print_json({**asked, "precisions": entries[0]["precisions"]})
+
+
+def _check_suite_flags(text_flags: Sequence[str], models: Sequence[ComparedModel]) -> None:
+    """Raise `UsageError` for flags of a text beside a suite, and where nothing is compared."""
+    if text_flags:
+        raise UsageError(f"--suite and {text_flags[0]} exclude each other; leave one of them out")
+    if len(models) < 2:
+        raise UsageError(
+            f"--precision names only the baseline {models[0].precision}; add one, such as "
+            "--precision 4bit"
         )
 
 
+def _print_json(content: Mapping[str, Any]) -> None:
+    """Print an object; numbers that no float holds are null."""
+    from flexgen_helm.report.scores import finite
+
+    print_json(finite(content))
+
+
 def _compared(
-    model: str, second: str | None, baseline: str | None, asked: str | None
-) -> list[tuple[str, str, str]]:
-    """Return label, name and precision of all that is compared, the baseline first."""
-    first = _named(model, baseline or (None if second else "fp16"))
+    model: str, second: str | None, baseline: str | None, engine: EngineOptions
+) -> list[ComparedModel]:
+    """Return all that is compared, the baseline first."""
+    precision = engine.get("precision")
+    first = _named(model, baseline or (None if second else "fp16"), engine)
     if second is not None:
-        return [first, _named(second, asked)]
-    precisions = dict.fromkeys((first[2], *split_precisions(str(asked or "4bit"))))
-    return [(precision, model, precision) for precision in precisions]
+        return [first, _named(second, precision, engine)]
+    precisions = dict.fromkeys((first.precision, *split_precisions(str(precision or "4bit"))))
+    return [ComparedModel(name, model, name, _options(model, name, engine)) for name in precisions]
 
 
-def _say_perplexity_of(model: _Model, prompts: ComparedPrompts, as_json: bool) -> None:
-    from flexgen_helm.engine.divergence import score
-    from flexgen_helm.engine.engine import Engine
+def _named(model: str, precision: str | None, engine: EngineOptions) -> ComparedModel:
+    """Return a model in a precision, None for that of its name.
 
-    _, name, options = model
-    with Engine.from_config(name, options) as loaded:
-        say_perplexity(score(loaded, prompts), as_json)
+    Raises `UsageError` for a precision that its name contradicts.
+    """
+    meant = resolve(model).options.get("precision")
+    if meant is not None and precision not in (None, meant):
+        raise UsageError(
+            f"the name {model} already means {meant}, and {precision} is asked for; give the "
+            "model's own name"
+        )
+    label = model.removeprefix(PREFIX) + (f"-{precision}" if precision else "")
+    named = precision_named(precision or meant or "fp16").name
+    return ComparedModel(label, model, named, _options(model, named, engine))
+
+
+def _options(model: str, precision: str, engine: EngineOptions) -> EngineConfig:
+    return EngineConfig(**{**resolve(model).options, **engine, "precision": precision})
 
 
 def _divergences(
-    models: Sequence[_Model],
+    models: Sequence[ComparedModel],
     by_entry: Mapping[str, ComparedPrompts],
     checkpoint: Checkpoint,
     by_layer: bool,
-    is_told: bool,
+    prints: bool,
 ) -> dict[str, list[Divergence]]:
-    """Compute the baseline, and then each other model beside its rows.
+    """Compute the baseline, and then the models one after the other beside its rows.
 
-    is_told: print each divergence as soon as it is there.
+    prints: print each divergence as soon as it is there.
     """
     from flexgen_helm.engine.divergence import Baseline
     from flexgen_helm.engine.engine import Engine
-    from flexgen_helm.report.divergence import divergence_between
+    from flexgen_helm.report.divergence import divergence_between, divergence_text
 
-    (first, name, options), *others = models
-    found: dict[str, list[Divergence]] = {entry: [] for entry in by_entry}
-    base = Baseline(
-        [*by_entry.values()], checkpoint.config, options, by_layer, checkpoint.fingerprint
+    first = models[0]
+    divergences: dict[str, list[Divergence]] = {entry: [] for entry in by_entry}
+    baseline = Baseline(
+        [*by_entry.values()], checkpoint.config, first.options, by_layer, checkpoint.fingerprint
     )
-    with Engine.from_config(name, base.beside(options)) as loaded:
-        base.fill(loaded)
-    for label, name, options in others:
-        with Engine.from_config(name, base.beside(options)) as loaded:
-            parts = base.compare(loaded)
-        for (entry, prompts), part in zip(by_entry.items(), parts):
-            one = divergence_between(first, label, _scored(prompts, part), part.layers)
-            found[entry].append(one)
-            if is_told:
-                between = "\n" * (sum(map(len, found.values())) > 1)
-                print(between + divergence_text(one, entry), flush=True)
-    base.remove()
-    return found
+    with Engine.from_config(first.name, baseline.beside(first.options)) as loaded:
+        baseline.fill(loaded)
+    for model in models[1:]:
+        with Engine.from_config(model.name, baseline.beside(model.options)) as loaded:
+            compared = baseline.compare(loaded)
+        for (entry, prompts), part in zip(by_entry.items(), compared):
+            scored = _scored(prompts, part)
+            divergence = divergence_between(first.label, model.label, scored, part.layers)
+            if prints:
+                is_first = not any(divergences.values())
+                text = divergence_text(divergence, entry)
+                print(text if is_first else f"\n{text}", flush=True)
+            divergences[entry].append(divergence)
+    baseline.remove()
+    return divergences
 
 
 def _scored(prompts: ComparedPrompts, compared: Compared) -> ScoredTokens:
@@ -223,12 +251,11 @@ def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
     """Print {tokens_scored, nll, perplexity}; `nll` is the total in nats. Infinite is what no float
     can hold.
     """
-    nll = -math.fsum(logprobs)
-    perplexity = math.exp(nll / len(logprobs)) if nll < 709 * len(logprobs) else math.inf
-    if as_json:
-        from flexgen_helm.report.scores import finite
+    from flexgen_helm.report.divergence import perplexity_of
 
-        print_json(finite({"tokens_scored": len(logprobs), "nll": nll, "perplexity": perplexity}))
+    nll, perplexity = -math.fsum(logprobs), perplexity_of(logprobs)
+    if as_json:
+        _print_json({"tokens_scored": len(logprobs), "nll": nll, "perplexity": perplexity})
     else:
         print(
             f"perplexity {perplexity:.4f} over {count(len(logprobs), 'token')} "
@@ -236,18 +263,18 @@ def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
         )
 
 
-def _windows(
+def _prompts_of_text(
     name: str,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer | None,
+    files: tuple[Checkpoint, Tokenizer | None],
     text: str,
     window: int,
-    most: int | None,
+    max_windows: int | None,
 ) -> ComparedPrompts:
     """Return the windows of a text. The last may be shorter; a single token cannot be scored.
 
     Raises `UsageError` if the window exceeds the model's or the text has no token to score.
     """
+    checkpoint, tokenizer = files
     if tokenizer is None:
         raise UsageError(f"the model {name} has no tokenizer files, so it cannot read a text")
     if window > checkpoint.config.max_positions:
@@ -257,9 +284,10 @@ def _windows(
     from flexgen_helm.engine.divergence import ComparedPrompts
 
     ids = tokenizer.encode(text, add_special_tokens=False)
-    windows = [ids[first : first + window] for first in range(0, len(ids) - 1, window)][:most]
-    if not windows:
+    starts = range(0, len(ids) - 1, window)[:max_windows]
+    if not starts:
         raise UsageError("the text has fewer than 2 tokens, so there is nothing to score")
+    windows = [ids[start : start + window] for start in starts]
     return ComparedPrompts(windows, [range(1, len(ids)) for ids in windows], range(len(windows)))
 
 
@@ -271,22 +299,7 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"--text {path} is not UTF-8: {error}") from error
 
 
-def _named(model: str, asked: str | None) -> tuple[str, str, str]:
-    """Return what a model is called in the output, its name, and its precision.
-
-    Raises `UsageError` for another precision than its name means.
-    """
-    meant = resolve(model).options.get("precision")
-    if meant is not None and asked not in (None, meant):
-        raise UsageError(
-            f"the name {model} already means {meant}, and {asked} is asked for; give the model's "
-            "own name"
-        )
-    label = model.removeprefix(PREFIX) + (f"-{asked}" if asked else "")
-    return label, model, precision_named(asked or meant or "fp16").name
-
-
-def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, ComparedPrompts]:
+def _prompts_of_suite(model: str, baseline: str, suite: Path) -> dict[str, ComparedPrompts]:
     """Return what the runs of a model in the baseline were asked and answered, by run entry.
 
     Raises `UsageError` without such a run, and what `read_compared_prompts` raises.
@@ -294,57 +307,22 @@ def _suite_prompts(model: str, baseline: str, suite: Path) -> dict[str, Compared
     from flexgen_helm.report.scores import read_finished_runs
 
     name = model.removeprefix(PREFIX).replace("/", "--")
-    every = [run for run in read_finished_runs(suite) if run.precision == baseline]
-    runs = [run for run in every if run.model in (name, resolve(model).name)]
+    in_baseline = [run for run in read_finished_runs(suite) if run.precision == baseline]
+    runs = [run for run in in_baseline if run.model in (name, resolve(model).name)]
     if not runs:
-        there = ", ".join(dict.fromkeys(run.model for run in every)) or "no run"
+        known = ", ".join(dict.fromkeys(run.model for run in in_baseline)) or "no run"
         raise UsageError(
-            f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {there}"
+            f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {known}"
         )
     from flexgen_helm.plugin.run_answers import read_compared_prompts  # imports HELM
 
-    found = {run.entry: read_compared_prompts(run) for run in runs}
-    for entry in [entry for entry, prompts in found.items() if not any(prompts.compared)]:
-        say(f"{entry}: no answer has a token to compare, so it is left out")
-        del found[entry]
-    if not found:
+    by_entry = {}
+    for run in runs:
+        prompts = read_compared_prompts(run)
+        if any(prompts.compared):
+            by_entry[run.entry] = prompts
+        else:
+            say(f"{run.entry}: no answer has a token to compare, so it is left out")
+    if not by_entry:
         raise UsageError(f"no answer of {name} in {suite} has a token to compare")
-    return found
-
-
-def divergence_text(found: Divergence, entry: str = "") -> str:
-    """Return a divergence as text for people; entry: the run entry that was compared, "" for a
-    text.
-    """
-    row = "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
-
-    def spread(title: str, of: TokenStatistics) -> str:
-        interval = "" if of.interval is None else f"{of.interval[0]:.6f} … {of.interval[1]:.6f}"
-        mean, *quantiles = (f"{value:.6f}" for value in (of.mean, of.median, of.p99, of.largest))
-        return row(title, mean, interval, *quantiles)
-
-    lines = [
-        f"{entry + ': ' if entry else ''}{found.precision} against {found.baseline}: "
-        f"{count(found.tokens, 'token')} in "
-        f"{count(found.documents, 'instance' if entry else 'window')}",
-        f"  perplexity {found.perplexity:.4f}, {found.ratio:.4f} times "
-        f"{found.baseline_perplexity:.4f}"
-        + (
-            ""
-            if found.interval is None
-            else f" (95 %: {found.interval[0]:.4f} to {found.interval[1]:.4f})"
-        ),
-        f"  same top token at {found.same_top:.2%}",
-        row("nats", "mean", "95 % interval", "median", "99 %", "largest"),
-        spread("KL divergence", found.kl),
-        spread("|log-probability|", found.logprob),
-    ]
-    if found.layers is not None:
-        names = ["embedding", *(f"layer {number}" for number in range(1, len(found.layers)))]
-        largest = max(found.layers) or 1.0
-        rows = [
-            (name, f"{error:.6f}", "█" * round(20 * error / largest))
-            for name, error in zip(names, found.layers)
-        ]
-        lines.append(table_text(["after", "error", "of the largest"], rows, 80))
-    return "\n".join(lines)
+    return by_entry

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, OutputPath
 from flexgen_helm.cli.console import output, print_json, print_rows
-from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, JsonFlag, OutputPath
 from flexgen_helm.cli.models import say_example
 from flexgen_helm.errors import UsageError
 
@@ -78,7 +78,7 @@ def entries(
     output().print(
         f"Data that is here: {folders or 'none'}. {VARIABLE} names the folder of LAMBADA and "
         f"WikiText-2; a run downloads other data into {output_path / 'scenarios'}. Without a "
-        "network: docs/how-to/offline.md.",
+        "network, copy that folder from a machine that ran them.",
         width=100,
     )
     say_example(WHEEL_MODEL)

@@ -14,15 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import typer
 
-from flexgen_helm.cli.engine_flags import (
-    ENGINE_FLAGS,
-    RAY_FLAGS,
-    Command,
-    complete_helm_models,
-    flag_parameter,
-    refuse_twice,
-    with_parameters,
-)
+from flexgen_helm.cli.arguments import RAY_FLAGS
+from flexgen_helm.cli.completion import complete_helm_models
+from flexgen_helm.cli.engine_flags import ENGINE_FLAGS
+from flexgen_helm.cli.typer_commands import Command, flag_parameter, refuse_twice, with_parameters
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, listed
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexgen_helm.cli.arguments import JsonFlag, ModelName, Revision
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import output, print_json, print_rows, say
-from flexgen_helm.cli.engine_flags import JsonFlag, ModelName, Revision, complete_model
 from flexgen_helm.errors import FlexgenError, UnknownModelError
 from flexgen_helm.files import size
 

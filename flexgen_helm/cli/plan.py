@@ -5,12 +5,21 @@ why.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexgen_helm.cli.arguments import (
+    DEFAULT_OUTPUT,
+    Hours,
+    JsonFlag,
+    OutFile,
+    OutputPath,
+    UntilTime,
+)
+from flexgen_helm.cli.completion import complete_hardware, complete_model
 from flexgen_helm.cli.console import (
     output,
     print_command,
@@ -19,17 +28,7 @@ from flexgen_helm.cli.console import (
     print_table,
     write_json,
 )
-from flexgen_helm.cli.engine_flags import (
-    DEFAULT_OUTPUT,
-    Hours,
-    JsonFlag,
-    OutFile,
-    OutputPath,
-    UntilTime,
-    complete_hardware,
-    complete_model,
-    to_arguments,
-)
+from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.cli.plan_problem import (
     PlanOptions,
     print_stored_type,
@@ -41,7 +40,7 @@ from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, rate_text, size, spelled_duration
 from flexgen_helm.planner.schedules import AUTOMATIC
-from flexgen_helm.progress import KEEP_EVERY_S, KEEP_STATES_EVERY_S, stop_costs
+from flexgen_helm.progress import stop_costs
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.plan import Plan
@@ -56,10 +55,13 @@ _KIND_NAMES: Mapping[Kind, str] = {
 }
 # Shares that are placed further from the policy's than this are mentioned.
 _NOTABLE_SHARE = 0.02
-# An entry that HELM needs no download for; the reader puts his own in its place.
+# An entry that HELM needs no download for; users put their own in its place.
 _RUN_ENTRY = "simple_mcqa:model="
 
 
+_NamedModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="As --model.", autocompletion=complete_model)
+]
 _Model = Annotated[
     str | None,
     typer.Option(
@@ -122,6 +124,7 @@ _Suite = Annotated[
 
 def plan(
     engine: EngineOptions,
+    named: _NamedModel = None,
     model: _Model = None,
     prompt_len: Annotated[
         int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")
@@ -155,12 +158,18 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
-    lengths, of_suite = (prompt_len, gen_len, num_seqs), (max_eval_instances, suite, until, hours)
-    asked = PlanOptions(engine, model or "", hardware, stages, as_json)
+    model = model or named
+    lengths, suite_options = (
+        (prompt_len, gen_len, num_seqs),
+        (max_eval_instances, suite, until, hours),
+    )
+    has_lengths = any(value is not None for value in lengths)
+    has_suite_options = any(value is not None for value in suite_options)
+    options = PlanOptions(engine, model or "", hardware, stages, as_json)
     if conf_paths or run_entries:
         from flexgen_helm.cli.plan_suite import SuiteOptions, print_suite
 
-        if any(value is not None for value in lengths):
+        if has_lengths:
             raise UsageError("run entries have their own lengths; leave out what is about lengths")
         if model is None:
             raise UsageError(
@@ -171,44 +180,53 @@ def plan(
                 raise UsageError(
                     f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out"
                 )
-        given = conf_paths or (), run_entries or (), max_eval_instances
-        return print_suite(asked, SuiteOptions(*given, output_path, suite), until, hours)
-    if any(value is not None for value in of_suite):
+        run_suite = SuiteOptions(
+            conf_paths or (), run_entries or (), max_eval_instances, output_path, suite
+        )
+        return print_suite(options, run_suite, until, hours)
+    if has_suite_options:
         raise UsageError(
             "-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY"
         )
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE")
-    _plan_lengths(asked, prompt_len, gen_len, num_seqs)
+    _plan_lengths(options, prompt_len, gen_len, num_seqs)
 
 
-def _plan_lengths(asked: PlanOptions, prompt_len: int, gen_len: int, num_seqs: int | None) -> None:
-    """Plan sequences of equal lengths, and print what was found."""
-    _check_search(asked.config, gen_len)
-    problem = problem_for(asked, prompt_len, gen_len, num_seqs)
+def _plan_lengths(
+    options: PlanOptions, prompt_len: int, gen_len: int, num_seqs: int | None
+) -> None:
+    """Plan sequences of equal lengths, and print the plan."""
+    config = options.config
+    _check_search(config, gen_len)
+    problem = problem_for(options, prompt_len, gen_len, num_seqs)
     from flexgen_helm.planner.plan import make_plan, search_precisions
 
-    policy = asked.config.fixed_policy
-    schedule = asked.config.fixed_schedule
-    max_latency = asked.config.max_latency
-    made = make_plan(problem, policy=policy, schedule=schedule, max_latency=max_latency)
-    command = _run_command(asked, made)
-    by_precision = search_precisions(made, schedule, max_latency) if asked.compares else {}
-    if asked.as_json:
+    schedule, max_latency = config.fixed_schedule, config.max_latency
+    planned = make_plan(
+        problem, policy=config.fixed_policy, schedule=schedule, max_latency=max_latency
+    )
+    command = _run_command(options, planned)
+    by_precision = search_precisions(planned, schedule, max_latency) if options.compares else {}
+    if options.as_json:
+        predicted = {
+            name: plan and plan.to_json()["predicted"] for name, plan in by_precision.items()
+        }
         print_json(
             {
-                "model": asked.model,
+                "model": options.model,
                 "hardware": problem.hardware.name,
-                **made.to_json(),
-                "precisions": {
-                    name: found and found.to_json()["predicted"]
-                    for name, found in by_precision.items()
-                },
+                **planned.to_json(),
+                "precisions": predicted,
                 "command": shlex.join(command) if command else None,
             }
         )
-    else:
-        _print_plan(made, asked.model, by_precision, command)
+        return
+    _print_speed(planned, options.model, by_precision)
+    _print_placement(planned)
+    _print_remarks(planned)
+    if command is not None:
+        _print_how_to_run(command, problem.hardware.name, options.helm_name is not None)
 
 
 def _check_search(config: EngineConfig, gen_len: int) -> None:
@@ -224,54 +242,34 @@ def _check_search(config: EngineConfig, gen_len: int) -> None:
         raise UsageError(f"a single token is searched for with {names}; leave --schedule out")
 
 
-def _run_command(asked: PlanOptions, made: Plan) -> list[str] | None:
+def _run_command(options: PlanOptions, planned: Plan) -> list[str] | None:
     """Return the words of the command that runs as planned; None where the plan does not fit, or
     for a pipeline.
     """
-    if made.problem.ranks > 1 or not made.solution.prediction.feasible:
+    problem, solution = planned.problem, planned.solution
+    if problem.ranks > 1 or not solution.prediction.feasible:
         return None
-    kept = {name: value for name, value in asked.engine.items() if name != "max_latency"}
-    planned = {"policy": str(made.solution.policy), "schedule": made.solution.schedule.name}
-    flags = to_arguments({**kept, "precision": asked.precision, **planned})
-    if asked.helm_name is None:
-        return [
-            "flexgen-helm",
-            "batch",
-            "IN.jsonl",
-            "-o",
-            "OUT.jsonl",
-            "--model",
-            asked.model,
-            *flags,
-        ]
-    instances = 100 if made.problem.endless else made.problem.workload.num_sequences
-    return [
-        "flexgen-helm",
-        "run",
-        "-r",
-        f"{_RUN_ENTRY}{asked.helm_name}",
-        "-m",
-        str(instances),
-        *flags,
-    ]
-
-
-def _print_plan(
-    made: Plan, model: str, by_precision: Mapping[str, Plan | None], command: list[str] | None
-) -> None:
-    from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import MEASURED, fraction_vector
-
-    problem, policy, prediction = made.problem, made.solution.policy, made.solution.prediction
-    workload, console = problem.workload, output()
-    number = "prompts" if problem.endless else count(workload.num_sequences, "prompt")
-    together = count(made.block_sequences, "sequence")
-    if not prediction.feasible:
-        console.print(made.why, style="bold")
-    elif problem.endless:  # blocks of other precisions are not of this size
-        print_time(made.expected, f"a block of {together}", problem.precision.name)
+    kept = {name: value for name, value in options.engine.items() if name != "max_latency"}
+    policy = {"policy": str(solution.policy), "schedule": solution.schedule.name}
+    flags = to_arguments({**kept, "precision": options.precision, **policy})
+    if options.helm_name is None:
+        command = ["batch", "IN.jsonl", "-o", "OUT.jsonl", "--model", options.model]
     else:
-        print_time(made.expected, number, problem.precision.name, by_precision)
+        instances = 100 if problem.endless else problem.workload.num_sequences
+        command = ["run", "-r", f"{_RUN_ENTRY}{options.helm_name}", "-m", str(instances)]
+    return ["flexgen-helm", *command, *flags]
+
+
+def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | None]) -> None:
+    problem, prediction, console = planned.problem, planned.solution.prediction, output()
+    workload, precision = problem.workload, problem.precision.name
+    number = "prompts" if problem.endless else count(workload.num_sequences, "prompt")
+    if not prediction.feasible:
+        console.print(planned.why, style="bold")
+    elif problem.endless:  # blocks of other precisions are not of this size
+        print_time(planned.expected, f"a block of {_block_text(planned)}", precision)
+    else:
+        print_time(planned.expected, number, precision, by_precision)
     console.print(
         f"{model} on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
         f"{count(round(workload.output), 'generated token')} each"
@@ -280,20 +278,34 @@ def _print_plan(
     if prediction.feasible:
         speed = (
             f"{rate_text(prediction.tokens_per_s)} generated tokens/s, "
-            f"{rate_text(made.sequences_per_h)} sequences/h"
+            f"{rate_text(planned.sequences_per_h)} sequences/h"
         )
         console.print(f"{speed}: {spelled_duration(prediction.latency_s)}")
-        console.print(f"The range: {made.spread.source}.")
+        console.print(f"The range: {planned.spread.source}.")
         if by_precision:
             print_table([_precision_row(*item) for item in by_precision.items()])
-    _print_placement(made)
+
+
+def _block_text(planned: Plan) -> str:
+    return count(planned.block_sequences, "sequence")
+
+
+def _print_remarks(planned: Plan) -> None:
+    """Print the batches, what bounds the speed, and what a stop costs."""
+    from flexgen_helm.planner.predict import placed_fractions
+    from flexgen_helm.planner.problem import fraction_vector
+
+    problem, solution, console = planned.problem, planned.solution, output()
+    policy, prediction = solution.policy, solution.prediction
     batches = (
         f"in batches of {policy.gpu_batch_size:,}"
-        if policy.gpu_batch_size < made.block_sequences
+        if policy.gpu_batch_size < planned.block_sequences
         else "as one batch"
     )
     batches += f", prompts in {prediction.passes} passes" if prediction.passes > 1 else ""
-    console.print(f"Computed together: {together}, {batches}; schedule {made.solution.schedule}.")
+    console.print(
+        f"Computed together: {_block_text(planned)}, {batches}; schedule {solution.schedule}."
+    )
     exact = fraction_vector(policy, problem.compute_tier == "gpu")
     if abs(exact - placed_fractions(problem, policy)).max() > _NOTABLE_SHARE:
         console.print(
@@ -301,59 +313,47 @@ def _print_plan(
             "whole."
         )
     if prediction.feasible:
-        console.print(made.why)
-        console.print(f"When it is interrupted: {stop_costs(_stop_s(made))}.")
+        console.print(planned.why)
+        console.print(f"When it is interrupted: {stop_costs(planned.stop_s)}.")
         console.print(
             "Prompts that begin alike are not counted here: their common tokens are computed once."
         )
-    if command is not None:
-        machine = "" if problem.hardware.name == MEASURED else f" on {problem.hardware.name}"
-        entries = ", with your own run entries" if command[1] == "run" else ""
-        console.print(f"To run it{machine}{entries}:")
-        print_command(command)
 
 
-def _stop_s(made: Plan) -> float:
-    """Return the most seconds that a stop costs: the prompts of a block with what was drawn, and a
-    pass.
+def _print_how_to_run(command: Sequence[str], hardware: str, has_entries: bool) -> None:
+    from flexgen_helm.planner.problem import MEASURED
 
-    Of a pass without decoding it is what was computed since its hidden states were kept, and a
-    layer.
-    """
-    prediction, workload = made.solution.prediction, made.problem.workload
-    decode_passes = max(1.0, workload.output - 1)
-    again = prediction.prefill_s * (1 + max(0.0, workload.output - 1) / workload.prompt)
-    if made.solution.schedule.is_single_pass:
-        again = min(again, KEEP_STATES_EVERY_S + again / made.problem.config.num_layers)
-    return KEEP_EVERY_S + again + prediction.decode_s / decode_passes
+    machine = "" if hardware == MEASURED else f" on {hardware}"
+    entries = ", with your own run entries" if has_entries else ""
+    output().print(f"To run it{machine}{entries}:")
+    print_command(command)
 
 
-def _precision_row(name: str, made: Plan | None) -> dict[str, str]:
+def _precision_row(name: str, planned: Plan | None) -> dict[str, str]:
     """Return what the work takes with a precision; where no number of prompts is given, what a
     block takes.
     """
-    if made is None:
+    if planned is None:
         return {"precision": name, "tokens/s": "no plan"}
-    prediction = made.solution.prediction
+    prediction = planned.solution.prediction
+    time_column = "a block takes" if planned.problem.endless else "takes"
     return {
         "precision": name,
-        "weights": size(made.problem.stored_bytes),
+        "weights": size(planned.problem.stored_bytes),
         "tokens/s": rate_text(prediction.tokens_per_s),
-        "at once": f"{made.block_sequences:,}",
-        "a block takes" if made.problem.endless else "takes": spelled_duration(
-            prediction.latency_s
-        ),
-        "expect": range_text(made.expected),
+        "at once": f"{planned.block_sequences:,}",
+        time_column: spelled_duration(prediction.latency_s),
+        "expect": range_text(planned.expected),
     }
 
 
-def _print_placement(made: Plan) -> None:
+def _print_placement(planned: Plan) -> None:
     """Print shares and bytes by tier."""
     from flexgen_helm.planner.predict import placed_fractions
     from flexgen_helm.planner.problem import fractions_by_kind
 
-    problem, memory = made.problem, made.solution.prediction.memory
-    placement = fractions_by_kind(placed_fractions(problem, made.solution.policy))
+    problem, memory = planned.problem, planned.solution.prediction.memory
+    placement = fractions_by_kind(placed_fractions(problem, planned.solution.policy))
     columns = {"": [*_KIND_NAMES.values(), "memory needed", "memory allowed", "workspace besides"]}
     for tier, name in _TIER_NAMES.items():
         if tier == "gpu" and problem.hardware.gpu is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexgen_helm.cli.console import output, say
-from flexgen_helm.cli.engine_flags import say_what_limits_lack
+from flexgen_helm.cli.engine_flags import warn_of_limits_beyond
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import existing_folder, require_writable, rough_duration, size
@@ -107,7 +107,7 @@ def problem_for(
             "--device cpu"
         )
     gpu_bytes = 0.0 if profile.gpu is None else profile.gpu.memory_bytes
-    say_what_limits_lack(config.limits, gpu_bytes, profile.cpu.memory_bytes, machine)
+    warn_of_limits_beyond(config.limits, gpu_bytes, profile.cpu.memory_bytes, machine)
     allowed = config.limits if gpu_bytes else replace(config.limits, gpu=None)
     problem = planning_problem(
         model_config,

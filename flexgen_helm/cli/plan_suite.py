@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, seconds_left
 from flexgen_helm.cli.console import output, print_command, print_json, print_rows, print_table
-from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, seconds_left, to_arguments
+from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.cli.plan_problem import (
     PlanOptions,
     print_stored_type,
@@ -74,6 +75,22 @@ class SuiteOptions:
         check_entries(entries, ["planned"], needs_weights=False)
         return entries
 
+    def prompts(self, entries: Sequence[str], remedy: str) -> dict[str, Path]:
+        """Return the file of HELM's prompts of each entry. Raises `UsageError` where there is
+        none.
+        """
+        from flexgen_helm.cli.suite_lengths import made_prompts, prompts_of
+
+        if self.suite is None:
+            raise UsageError(f"a suite's plan counts the requests that HELM has made; {remedy}")
+        folder, files = self.output_path / "runs" / self.suite, {}
+        made = made_prompts(folder, remedy)
+        for entry in entries:
+            if (file := prompts_of(entry, made)) is None:
+                raise UsageError(f"the suite in {folder} has no prompts of {entry!r}; {remedy}")
+            files[entry] = file
+        return files
+
     def remedy(self, helm_name: str | None) -> str:
         """Say how to make the prompts; helm_name: of the model of -r entries that name none."""
         suite = self.suite or _SUITE
@@ -100,25 +117,15 @@ def print_suite(
 
     Raises `UsageError` where HELM has made no prompts of an entry.
     """
-    from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of
+    from flexgen_helm.cli.suite_lengths import PromptReader
     from flexgen_helm.planner.plan import plan_suite
     from flexgen_helm.report.answers import asked_instances
 
     entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)
-    if suite.suite is None:
-        raise UsageError(f"a suite's plan counts the requests that HELM has made; {remedy}")
-    folder = suite.output_path / "runs" / suite.suite
-    made = made_prompts(folder, remedy)
-    files = {}
-    for entry in entries:
-        if (file := prompts_of(entry, made)) is None:
-            raise UsageError(f"the suite in {folder} has no prompts of {entry!r}; {remedy}")
-        files[entry] = file
+    files = suite.prompts(entries, remedy)
     made_for = max(asked_instances(file.parent) for file in files.values())
     most_instances = suite.most_instances or made_for or _MOST_INSTANCES
     problem = problem_for(asked)
-    flags = to_arguments({**asked.engine, "precision": asked.precision})
-    flags = ["-m", str(most_instances), "--suite", _SUITE, *flags]
     device = "cpu" if problem.compute_tier == "cpu" else "cuda"
     reader = PromptReader(problem.config, device, problem.precision.cache)
     workloads = [
@@ -127,50 +134,43 @@ def print_suite(
     planned = plan_suite(problem, workloads, asked.compares)
     left_s = seconds_left(until, hours)
     sample = _sample(planned, left_s or _NIGHT_S)
-    flags += [] if left_s is None else ["--until", until] if until else ["--hours", f"{hours:g}"]
-    name = None if asked.stages > 1 else asked.helm_name
-    commands = (
-        []
-        if name is None
-        else _commands(planned, name, flags, planned.is_one_run or left_s is not None)
-    )
+    flags = ["-m", str(most_instances), "--suite", _SUITE]
+    flags += to_arguments({**asked.engine, "precision": asked.precision})
+    if left_s is not None:
+        flags += ["--until", until] if until else ["--hours", f"{hours:g}"]
+    commands: list[list[str]] = []
+    if asked.stages == 1 and asked.helm_name is not None:
+        is_one_run = planned.is_one_run or left_s is not None
+        commands = _commands(planned, asked.helm_name, flags, is_one_run)
     if asked.as_json:
-        named = {
+        content = {
             "model": asked.model,
             "hardware": problem.hardware.name,
             "precision": problem.precision.name,
+            **planned.to_json(),
+            "sample": sample,
+            "commands": [*map(shlex.join, commands)],
         }
-        print_json(
-            {
-                **named,
-                **planned.to_json(),
-                "sample": sample,
-                "commands": [*map(shlex.join, commands)],
-            }
-        )
+        print_json(content)
     else:
         _print(planned, asked.model, commands)
-        shares = (
-            f"about {sample['share']:.1%} of the instances, at least {sample['least_share']:.1%}"
-        )
-        output().print(
-            f"A random sample, with --until or --hours, in {spelled_duration(sample['seconds'])}: "
-            f"{shares}."
-        )
-        if left_s is not None:
-            cells = [
-                (
-                    row["entry"],
-                    str(row["instances"]),
-                    str(row["of"]),
-                    f"{100 * row['difference']:.1f} pp",
-                )
-                for row in sample["entries"]
-            ]
-            print_rows(
-                ["entry", "instances", "of", f"smallest margin it can prove, if {FLIPS:.0%} flip"],
-                cells,
-            )
+        _print_sample(sample, with_entries=left_s is not None)
+
+
+def _print_sample(sample: Mapping[str, Any], with_entries: bool) -> None:
+    shares = f"about {sample['share']:.1%} of the instances, at least {sample['least_share']:.1%}"
+    output().print(
+        f"A random sample, with --until or --hours, in {spelled_duration(sample['seconds'])}: "
+        f"{shares}."
+    )
+    if not with_entries:
+        return
+    cells = [
+        (row["entry"], str(row["instances"]), str(row["of"]), f"{100 * row['difference']:.1f} pp")
+        for row in sample["entries"]
+    ]
+    titles = ["entry", "instances", "of", f"smallest margin it can prove, if {FLIPS:.0%} flip"]
+    print_rows(titles, cells)
 
 
 def _commands(

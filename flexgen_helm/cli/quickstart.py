@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, OutputPath
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import DEFAULT_OUTPUT, OutputPath
 from flexgen_helm.cli.report import compare, write_report
 from flexgen_helm.cli.run import run_and_show
 from flexgen_helm.cli.screen import Screen

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
-from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import (
+from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
     RayAddress,
     RayCores,
     RayWorkers,
     UntilTime,
-    check_engine_flags,
     ray_session,
     seconds_left,
 )
+from flexgen_helm.cli.console import say
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
 from flexgen_helm.cli.report import check_margin, print_page
 from flexgen_helm.cli.screen import Screen
@@ -108,12 +108,7 @@ def run_and_show(
     ends: `until` and `margin` of `run_suite`.
     """
     began = time.monotonic()
-    encoding = locale.getpreferredencoding(False)
-    if codecs.lookup(encoding).name != "utf-8":
-        raise UsageError(
-            f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set "
-            "PYTHONUTF8=1"
-        )
+    _require_utf8()
     precisions = split_precisions(engine.get("precision", ""))
     given = parse_helm_flags(arguments)
     for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
@@ -155,6 +150,15 @@ def run_and_show(
         )
         say(f"Go on with:\n  {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
     return outcome.exit_code
+
+
+def _require_utf8() -> None:
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise UsageError(
+            f"HELM reads its own files, which are UTF-8, as {encoding}, this locale's; set "
+            "PYTHONUTF8=1"
+        )
 
 
 def _check_memory(given: Namespace, engine: EngineOptions) -> None:

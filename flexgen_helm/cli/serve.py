@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexgen_helm.cli.arguments import ModelName
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import ModelName, check_engine_flags, refuse_twice
+from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.screen import Screen
+from flexgen_helm.cli.typer_commands import refuse_twice
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.files import count, spelled_duration
@@ -24,6 +26,7 @@ from flexgen_helm.progress import Event, Message, observed_by
 from flexgen_helm.request import Progress
 
 if TYPE_CHECKING:
+    from flexgen_helm.harnesses.openai_server import OpenAIServer
     from flexgen_helm.service.models import ModelArguments, ModelReader
     from flexgen_helm.service.service import Service
 
@@ -31,28 +34,34 @@ KEY_VARIABLE = "FLEXGEN_HELM_SERVE_KEY"
 _MIN_KEY_CHARACTERS = 16
 
 
+_Host = Annotated[
+    str,
+    typer.Option(
+        metavar="ADDRESS", help="Address to listen on; one beyond this machine needs a key."
+    ),
+]
+_Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+]
+_KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help=f"File with the key that requests must bring. Default: {KEY_VARIABLE}.",
+    ),
+]
+_ServedName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
+]
+
+
 def serve(
     model: ModelName,
     engine: EngineOptions,
-    host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help=("Address to listen on; one beyond this machine needs a key.")
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
-    ] = 8000,
-    key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(f"File with the key that requests must bring. Default: {KEY_VARIABLE}."),
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
-    ] = None,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
+    key_file: _KeyFile = None,
+    served_model_name: _ServedName = None,
 ) -> None:
     """Serve a model to other harnesses, in OpenAI's formats.
 
@@ -88,33 +97,29 @@ def serve(
     from flexgen_helm.service.service import Service
 
     arguments = model_arguments(model, engine)
-    reader = ModelReader("serve")
-    service = Service(EngineLoader())
+    reader, service = ModelReader("serve"), Service(EngineLoader())
     atexit.register(process.close_at_exit, service.close)  # a second signal may end the first close
-    name = served_model_name or model
+    served = ServedModel(served_model_name or model, arguments, int(time.time()))
     try:
         with Screen():
             _answer_one(service, arguments, reader)
-        server = OpenAIServer(
-            service, reader, ServedModel(name, arguments, int(time.time())), key, tell=say
-        )
-        listener.listen(1024)
-        host, port = listener.getsockname()[:2]
-        say(
-            f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C "
-            "ends"
-        )
-        with observed_by(_tell):
-            server.serve(listener)
-        answered = (
-            f"{count(server.num_answered, 'request')} answered, {server.num_refused:,} refused"
-        )
-        say(f"{answered}; what was computed is stored")
+        _answer_all(OpenAIServer(service, reader, served, key, tell=say), listener, served.name)
     except KeyboardInterrupt:  # while the model was loaded
         raise Interrupted("interrupted") from None
     finally:
         listener.close()
         service.close()
+
+
+def _answer_all(server: OpenAIServer, listener: socket.socket, name: str) -> None:
+    """Answer whoever asks, until a signal ends it."""
+    listener.listen(1024)
+    host, port = listener.getsockname()[:2]
+    say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends")
+    with observed_by(_tell):
+        server.serve(listener)
+    answered = f"{count(server.num_answered, 'request')} answered, {server.num_refused:,} refused"
+    say(f"{answered}; what was computed is stored")
 
 
 def _answer_one(service: Service, model: ModelArguments, reader: ModelReader) -> None:
@@ -207,7 +212,7 @@ def lm_eval(context: typer.Context) -> None:
         if word.startswith("-") and not word[1:2].isdigit()
     ]
     refuse_twice(name for name in names if not name.endswith(_JOINED))
-    from flexgen_helm.harnesses.lm_eval import run_command
+    from flexgen_helm.harnesses.lm_eval_command import run_command
 
     try:
         run_command(context.args)

@@ -75,7 +75,6 @@ class PromptReader:
 
         Raises `UsageError` for a file that cannot be used, or has fewer instances than the data.
         """
-        from flexgen_helm.planner.schedules import ROW
         from flexgen_helm.scheduling.prepare import planned_workload, prepare
         from flexgen_helm.service.models import model_arguments
 
@@ -98,7 +97,7 @@ class PromptReader:
         # The ids are those of that model's vocabulary.
         vocab_size = max(self._config.vocab_size, encoder.tokenizer.vocab_size)
         config = replace(self._config, vocab_size=vocab_size)
-        encoded = prepare(requests, config, encoder.tokenizer, ROW)
+        encoded = prepare(requests, config, encoder.tokenizer)
         if not encoded.distinct:
             raise next(iter(encoded.refused.values()))
         if encoded.refused:

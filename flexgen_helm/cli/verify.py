@@ -16,16 +16,12 @@ import typer
 
 from flexgen_helm.checkpoint import names
 from flexgen_helm.checkpoint.fetch import local_weights
+from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, OutputPath, require_folder
 from flexgen_helm.cli.batch import recorded_lines
+from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, say
-from flexgen_helm.cli.engine_flags import (
-    DEFAULT_OUTPUT,
-    JsonFlag,
-    OutputPath,
-    check_engine_flags,
-    complete_model,
-    require_folder,
-)
+from flexgen_helm.cli.engine_flags import check_engine_flags
+from flexgen_helm.cli.lone_service import LoneService
 from flexgen_helm.cli.serve import require_lm_eval
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, UsageError
@@ -56,7 +52,7 @@ from flexgen_helm.service.models import (
     model_arguments,
     read_generation,
 )
-from flexgen_helm.service.service import KeyedRequest, LoneService, Service, request_key
+from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from flexgen_helm.terminal import fill_for
 
 if TYPE_CHECKING:
@@ -154,12 +150,7 @@ def verify(
         manifest = replace(
             manifest or SampleManifest(path.name, population, seed, []), sources=sources
         )
-        try:
-            models = [_find_model(source, model, engine, is_bundle) for source in sources]
-        except UsageError as error:
-            if not is_bundle or model is not None:
-                raise
-            raise FlexgenError(f"the bundle is not confirmed: {error}") from None
+        models = _find_models(sources, model, engine, is_bundle)
         scores = _check_scores(recorded, models, left)
         answered = []
         for pair in _check(manifest.sources, models, drawn, reference is not None):
@@ -233,7 +224,7 @@ def _read(
         return [recorded_lines(path, requests)], None, ()
     if path.suffix == ".json":
         require_lm_eval()
-        from flexgen_helm.harnesses.lm_eval import recorded_answers
+        from flexgen_helm.harnesses.lm_eval_verification import recorded_answers
 
         return [recorded_answers(path)], None, ()
     manifest, answers = read_bundle(path)
@@ -279,6 +270,18 @@ def _check_scores(
         found.unchecked.extend(of_part.unchecked)
         report(ProgressPhase("verify", "scores", number, len(parts), "run"))
     return found if parts else None
+
+
+def _find_models(
+    sources: Sequence[Source], model: str | None, engine: EngineOptions, is_bundle: bool
+) -> list[ModelArguments]:
+    """Return the model of each record; the arguments are those of `_find_model`."""
+    try:
+        return [_find_model(source, model, engine, is_bundle) for source in sources]
+    except UsageError as error:
+        if not is_bundle or model is not None:
+            raise
+        raise FlexgenError(f"the bundle is not confirmed: {error}") from None
 
 
 def _find_model(

@@ -27,7 +27,7 @@ from flexgen_helm.distributed.worker import (
     UnitRecord,
     WorkerIdentity,
 )
-from flexgen_helm.engine.fingerprint import engine_fingerprint
+from flexgen_helm.engine.fingerprint import Arithmetic, engine_fingerprint
 from flexgen_helm.engine.run import OnDrawn, OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.files import count
@@ -312,7 +312,10 @@ def _expected(model: ModelToLoad) -> Expected:
     tokenizer = Tokenizer.from_path(path) if path else None
     kinds = itertools.product(("cpu", "cuda"), (torch.float32, torch.float16, torch.bfloat16))
     return Expected(
-        frozenset(engine_fingerprint(checkpoint, tokenizer, config, *kind) for kind in kinds)
+        frozenset(
+            engine_fingerprint(checkpoint, tokenizer, config, Arithmetic(device, str(dtype)))
+            for device, dtype in kinds
+        )
     )
 
 

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.engine.engine import Engine, offload_folder
-from flexgen_helm.engine.executor import Observer, PromptToken
+from flexgen_helm.engine.engine import Engine
+from flexgen_helm.engine.executor import Observer, Prediction
 from flexgen_helm.engine.fingerprint import RESULTS_VERSION
+from flexgen_helm.engine.opening import offload_folder
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, UsageError
 from flexgen_helm.files import naming, size
 from flexgen_helm.models.config import ModelConfig
@@ -241,7 +242,7 @@ class Baseline:
             layers = tuple(np.sqrt(np.divide(*found.squares[:, :, states].sum(-1))).tolist())
         return Compared(values, layers)
 
-    def rows_of(self, tokens: Sequence[PromptToken]) -> tuple[list[int], list[int], list[int]]:
+    def rows_of(self, predictions: Sequence[Prediction]) -> tuple[list[int], list[int], list[int]]:
         """Return of compared tokens the rows of logits that predict them, their numbers, and their
         ids.
         """
@@ -249,12 +250,12 @@ class Baseline:
         found = [
             (
                 row,
-                int(self.first[prompt]) + compared.index(token.index),
-                prompts.token_ids[prompt][token.index],
+                int(self.first[prompt]) + compared.index(prediction.index),
+                prompts.token_ids[prompt][prediction.index],
             )
-            for row, token in enumerate(tokens)
-            for prompt in map(self.asked.__getitem__, token.prompts)
-            if token.index in (compared := prompts.compared[prompt])
+            for row, prediction in enumerate(predictions)
+            for prompt in map(self.asked.__getitem__, prediction.prompts)
+            if prediction.index in (compared := prompts.compared[prompt])
         ]
         rows, numbers, targets = map(list, zip(*found)) if found else ([], [], [])
         return rows, numbers, targets
@@ -281,8 +282,8 @@ class _Writer:
         if self._baseline.by_layer:
             self._baseline.states[stage, self._baseline.states_of(batch)] = hidden.float().cpu()
 
-    def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        rows, numbers, targets = self._baseline.rows_of(tokens)
+    def on_logits(self, predictions: Sequence[Prediction], logits: Tensor) -> None:
+        rows, numbers, targets = self._baseline.rows_of(predictions)
         chosen = logits[rows].cpu()
         self._baseline.logits[numbers] = chosen
         self._baseline.rows.flush()  # a power cut must not leave a log-probability without its row
@@ -316,8 +317,8 @@ class _Comparison:
                 [changed.square().sum(1), base.square().sum(1)]
             )
 
-    def on_logits(self, tokens: Sequence[PromptToken], logits: Tensor) -> None:
-        rows, numbers, targets = self._baseline.rows_of(tokens)
+    def on_logits(self, predictions: Sequence[Prediction], logits: Tensor) -> None:
+        rows, numbers, targets = self._baseline.rows_of(predictions)
         step = max(1, _COMPARED_ELEMENTS // logits.shape[1])
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
@@ -350,7 +351,10 @@ def score(
         GenerationRequest(prompt_token_ids=ids, max_tokens=num_drawn, echo_logprobs=True)
         for ids in prompts.token_ids
     ]
-    results = engine.run(requests, on_result=raise_error, observer=observer)
+    if observer is None:
+        results = engine.run(requests, on_result=raise_error)
+    else:
+        results = engine.observe(requests, observer, raise_error)
     logprobs = (result.prompt_logprobs or () for result in results)
     return np.array(
         [of[index] for of, compared in zip(logprobs, prompts.compared) for index in compared]

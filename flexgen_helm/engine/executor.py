@@ -11,7 +11,7 @@ from collections import abc, deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, islice
 from typing import Any, Protocol
 
@@ -38,29 +38,17 @@ from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, layer_stage, st
 from flexgen_helm.models.decoder import LayerBatch, StageWeights
 from flexgen_helm.models.transformers_backend.decoder import LayerDecoder
 from flexgen_helm.offload.activations import ActivationStore
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import DrawnToken, TopLogprobs
-from flexgen_helm.scheduling.scheduler import WorkItem, stage_visits
-from flexgen_helm.scheduling.sequence import Batch, SamplingParams, Sequence
-from flexgen_helm.tiers import UNLIMITED, Tier
+from flexgen_helm.scheduling.scheduler import StageVisit, WorkItem, stage_visits
+from flexgen_helm.scheduling.sequence import Batch, PromptScores, SamplingParams, Sequence
+from flexgen_helm.tiers import UNLIMITED
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True)
-class PromptToken:
-    """A token of a prompt that a row of logits predicts.
-
-    prompts: the requests with this prompt, by index in the caller's list; several if they share it,
-        or a beginning.
-    index: of the token in the prompt, from 1 on.
-    """
-
-    prompts: tuple[int, ...]
-    index: int
 
 
 class Observer(Protocol):
@@ -71,24 +59,22 @@ class Observer(Protocol):
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
         """See a batch's hidden states [T, H] after a stage; they must not be changed."""
 
-    def on_logits(self, tokens: abc.Sequence[PromptToken], logits: Tensor) -> None:
-        """See the rows [tokens, V] in float32 that predict scored tokens, valid during the call."""
+    def on_logits(self, predictions: abc.Sequence[Prediction], logits: Tensor) -> None:
+        """See the rows [predictions, V] in float32 that predict scored tokens, valid during the
+        call.
+        """
 
 
 @dataclass
 class SequenceOutput:
     """What a pass computed for one sequence.
 
-    prompt_logprobs: log-probabilities of the prompt's tokens 1, 2, ….
-    prompt_greedy: whether each of them is the most probable token, where that is wanted.
-    prompt_top: the most probable tokens there, where they are wanted.
+    scores: of the prompt's tokens 1, 2, ….
     drawn: the tokens that were drawn.
     nonfinite_stage: the first stage after which a value was not finite; None if all were.
     """
 
-    prompt_logprobs: list[float] = field(default_factory=list)
-    prompt_greedy: list[bool] = field(default_factory=list)
-    prompt_top: list[TopLogprobs] = field(default_factory=list)
+    scores: PromptScores = field(default_factory=PromptScores)
     drawn: list[DrawnToken] = field(default_factory=list)
     nonfinite_stage: str | None = None
 
@@ -116,13 +102,12 @@ class Prediction:
     index: int = 0
 
     @property
-    def prompt_token(self) -> PromptToken:
-        """The target, as an `Observer` is told."""
+    def prompts(self) -> list[int]:
+        """The requests that have the target, by index in the caller's list; several if they share a
+        beginning.
+        """
         assert self.sequence is not None
-        return PromptToken(
-            tuple(index for request in self.sequence.requests for index in request.indices),
-            self.index,
-        )
+        return [index for request in self.sequence.requests for index in request.indices]
 
     def fill(self, token: int, logprob: float, top: TopLogprobs) -> None:
         output = self.output
@@ -133,16 +118,16 @@ class Prediction:
         elif self.target is None:
             output.drawn.append(DrawnToken(token, logprob, top))
         else:
-            output.prompt_logprobs.append(logprob)
+            output.scores.logprobs.append(logprob)
             if self.needs_argmax:
-                output.prompt_greedy.append(token == self.target)
+                output.scores.greedy.append(token == self.target)
             if self.num_top:
-                output.prompt_top.append(top)
+                output.scores.top.append(top)
 
 
 @dataclass(eq=False)
-class HeadOutput:
-    """What the head predicts for a batch.
+class BatchOutput:
+    """What is predicted for a batch.
 
     outputs: one for each sequence of the batch.
     predictions: those of all sequences, in order.
@@ -150,24 +135,58 @@ class HeadOutput:
         then of each prediction four things: the token that is drawn, or beside a target the most
         probable one where that is wanted; the log-probability of the drawn token or the target; the
         `num_top` most probable tokens; theirs.
+    seconds: of its items.
     """
 
+    batch: Batch
     outputs: list[SequenceOutput]
     predictions: list[Prediction]
     values: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, batch: Batch) -> BatchOutput:
+        """Say what is to be predicted for a batch in this pass."""
+        #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn
+        #  predict           b c ?      from
+        outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
+        first = 0
+        for item, output in zip(batch.scheduled, outputs):
+            sequence, last = item.sequence, first + item.count - 1
+            next_index = sequence.start + sequence.num_computed + 1
+            predictions += [
+                Prediction(
+                    output,
+                    first + i,
+                    target,
+                    None,
+                    sequence.needs_greedy,
+                    sequence.num_top,
+                    sequence,
+                    next_index + i,
+                )
+                for i, target in enumerate(sequence.targets)
+            ]
+            predictions += [
+                Prediction(output, last, None, params, num_top=sequence.num_top)
+                for params in sequence.sampling()
+            ]
+            first += item.count
+        return cls(batch, outputs, predictions)
 
     @property
     def num_top(self) -> int:
         """How many of the most probable tokens are found for each prediction."""
         return max((prediction.num_top for prediction in self.predictions), default=0)
 
-    def num_values(self, batch: Batch) -> int:
-        return batch.num_tokens + 2 * len(self.predictions) * (1 + self.num_top)
+    @property
+    def num_values(self) -> int:
+        return self.batch.num_tokens + 2 * len(self.predictions) * (1 + self.num_top)
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self) -> None:
         """Fill the values into the outputs."""
         first, num_top = 0, self.num_top
-        for item, output in zip(batch.scheduled, self.outputs):
+        for item, output in zip(self.batch.scheduled, self.outputs):
             bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
             output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
             first += item.count
@@ -176,47 +195,6 @@ class HeadOutput:
             token, logprob, *top = islice(values, 2 * (1 + num_top))
             ranked = zip(map(int, top[:num_top]), top[num_top:])
             prediction.fill(int(token), logprob, tuple(islice(ranked, prediction.num_top)))
-
-
-def predictions_of(batch: Batch) -> HeadOutput:
-    """Return what is to be predicted for a batch in this pass."""
-    #  tokens computed   a b c      positions 0 and 1 score b and c; the last position is drawn from
-    #  predict           b c ?
-    outputs, predictions = [SequenceOutput() for _ in batch.scheduled], []
-    first = 0
-    for item, output in zip(batch.scheduled, outputs):
-        sequence, last = item.sequence, first + item.count - 1
-        next_index = sequence.start + sequence.num_computed + 1
-        predictions += [
-            Prediction(
-                output,
-                first + i,
-                target,
-                None,
-                sequence.needs_greedy,
-                sequence.num_top,
-                sequence,
-                next_index + i,
-            )
-            for i, target in enumerate(sequence.targets)
-        ]
-        predictions += [
-            Prediction(output, last, None, params, num_top=sequence.num_top)
-            for params in sequence.sampling()
-        ]
-        first += item.count
-    return HeadOutput(outputs, predictions)
-
-
-@dataclass(frozen=True)
-class BatchOutput:
-    """All sequences of a batch that has passed the head, in the batch's order, and the seconds of
-    its items.
-    """
-
-    batch: Batch
-    outputs: list[SequenceOutput]
-    seconds: float
 
 
 @dataclass(eq=False)
@@ -258,20 +236,29 @@ class _BatchState:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pass:
-    """A pass that is computed.
+class Pass:
+    """A pass to compute.
 
-    following: item -> the next one.
-    on_item: see `Executor.run`.
-    must_stop: whether to end, called often.
+    items: its order (the paper's Algorithm 1 for the block schedules).
+    on_batch: called as soon as a batch has passed its last stage.
+    on_item: called with its batch before every item.
+    should_stop: whether to end, called before every item, and between experts.
+    another_follows: another pass is certain to follow, so its first weights may be prefetched.
     states: of the batches that have begun and not passed the last stage, by number.
     """
 
     batches: abc.Sequence[Batch]
-    following: abc.Mapping[WorkItem, WorkItem]
+    items: abc.Sequence[WorkItem]
+    on_batch: Callable[[BatchOutput], None]
     on_item: Callable[[Batch], None]
-    must_stop: Callable[[], bool]
+    should_stop: Callable[[], bool]
+    another_follows: bool = False
     states: dict[int, _BatchState] = field(default_factory=dict)
+
+    @cached_property
+    def following(self) -> abc.Mapping[WorkItem, WorkItem]:
+        """Item -> the next one."""
+        return dict(zip(self.items, self.items[1:]))
 
     def ends_layer(self, item: WorkItem) -> bool:
         """Return whether all batches have passed the layer of an item that was computed, and none
@@ -287,6 +274,7 @@ class ModelStages:
     """The stages of a model that are here, and what computes them.
 
     config: of the whole model.
+    tiers: that have its weights.
     pipeline: the ranks that compute the other stages.
     eos_ids: tokens that end a completion.
     threads, resident: choose the threads that compute, and keep the host's memory within its limit;
@@ -298,6 +286,7 @@ class ModelStages:
     config: ModelConfig
     decoder: LayerDecoder
     weights: TieredWeights
+    tiers: TransferManager
     device: torch.device
     pipeline: Pipeline
     eos_ids: abc.Collection[int]
@@ -317,43 +306,60 @@ class Executor:
         model: ModelStages,
         cache: KVCache,
         activations: ActivationStore,
-        observer: Observer | None,
         expert_tokens: int = UNLIMITED,
-        kept: KeptStates | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        """expert_tokens: as of `RunPlan`; kept: where the hidden states of a long pass go."""
+        """expert_tokens: as of `RunPlan`."""
         decoder = model.decoder
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.activations = model, cache, activations
         self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
         self._device, self._pipeline = model.device, model.pipeline
-        self._activations, self._observer, self.expert_tokens = activations, observer, expert_tokens
-        self._kept = kept
+        self._observer, self.expert_tokens = observer, expert_tokens
+        self._kept: KeptStates | None = None
         self._stages = stage_names(self._config)
         self._hidden_bytes = self._config.state_size * decoder.dtype.itemsize  # of a token
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
-        tier: Tier = "cpu" if self._device.type == "cpu" else "gpu"
+        is_host = self._device.type == "cpu"
         self._workspace = Workspace(
             self._config,
             decoder.dtype.itemsize,
-            tier,
+            "cpu" if is_host else "gpu",
             cache.codec.cache_format,
             converts=model.weights.are_converted,
             has_fused_attention=has_fused_attention(
                 self._device, decoder.dtype, self._config.head_dim
             ),
-            product_bytes=product_bytes(widest_matrix(self._config)) if tier == "cpu" else 0,
+            product_bytes=product_bytes(widest_matrix(self._config)) if is_host else 0,
         )
         self.peak_workspace_bytes = 0
         # of batches that `collect` has not asked for
-        self.pending_heads: dict[Batch, HeadOutput] = {}
+        self.pending_heads: dict[Batch, BatchOutput] = {}
         self._collected_at = time.perf_counter()
 
-    @property
-    def divides_batches(self) -> bool:
-        """Whether a batch may be divided where memory runs out: no other rank computes the same
-        one.
+    def keep_states(self, fingerprint: str, on_keep: Callable[[], None]) -> None:
+        """Store the hidden states of a long pass now and then, so that a stopped run goes on.
+
+        Nothing is stored where other ranks have a part of them, an observer must see all layers, or
+        a layer hands more on to the next one.
+        on_keep: called when all states are stored.
         """
-        return self._pipeline.is_whole
+        config, tiers = self.model.config, self.model.tiers
+        numbers = [number for number in config.cache_layers if number is not None]
+        hands_on = any(config.layer_states) or len(numbers) > len({*numbers})
+        if self._pipeline.is_whole and self._observer is None and not hands_on:
+            self._kept = KeptStates(tiers.folder, fingerprint, tiers.ledgers["disk"], on_keep)
+
+    @property
+    def num_resumed(self) -> int:
+        """Sequences that went on from stored hidden states."""
+        return 0 if self._kept is None else self._kept.num_read
+
+    def close(self, is_done: bool) -> None:
+        """Close the stores; is_done: nothing goes on from stored hidden states."""
+        if self._kept is not None:
+            self._kept.close(is_done)
+        self.activations.close()
+        self.cache.close()
 
     @property
     def num_stages(self) -> int:
@@ -365,74 +371,53 @@ class Executor:
         """
         return 0 if self._kept is None else self._kept.first_stage(batches)
 
-    def run(
-        self,
-        batches: abc.Sequence[Batch],
-        items: abc.Sequence[WorkItem],
-        on_batch: Callable[[BatchOutput], None],
-        on_item: Callable[[Batch], None],
-        should_stop: Callable[[], bool],
-        another_pass: bool = False,
-    ) -> None:
-        """Run one pass; call `on_batch` as soon as a batch has passed its last stage.
+    def run(self, current: Pass) -> None:
+        """Run one pass.
 
         Where other ranks have the other stages, take the batches through those here; `collect` then
         has their outputs.
 
-        items: the pass's order (the paper's Algorithm 1 for the block schedules).
-        on_item: called with its batch before every item.
-        should_stop: called before every item, and between experts.
-        another_pass: another pass is certain to follow, so its first weights may be prefetched.
         Raises `Interrupted`. After this or another error nothing of the pass is kept.
         """
-        # The weights of a stage are loaded for each visit: items in a row that use them, the head
-        # several times.
-        steps = self._steps(items)
+        steps = self._steps(current.items)
+        visits = self._visits(steps, current)
+        charged_until = time.perf_counter()
+        # Not inference mode: tensors go to threads, and that mode is per thread.
+        try:
+            with torch.no_grad(), stopped_by(partial(self._must_stop, current)):
+                for step in steps:
+                    began = time.perf_counter()
+                    self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
+                    head = self._compute(step, current)
+                    _share_launch(step, current, time.perf_counter() - began)
+                    if step[0].stage == self.num_stages - 1:
+                        charged_until = _charge(current.states.values(), charged_until)
+                        for item in step:
+                            self.activations.end_wait(item.batch)
+                            self._hand_on(item, current, head)
+                    elif self._kept and self._kept.is_due() and current.ends_layer(step[-1]):
+                        self._keep(step[-1], current, self._kept)
+        except BaseException:
+            self._weights.cancel()
+            self.cache.cancel()
+            self.activations.close()
+            raise
+
+    def _visits(
+        self, steps: list[list[WorkItem]], current: Pass
+    ) -> abc.Generator[StageVisit, None, None]:
+        """Return the order in which weights are loaded: once for each visit of a stage, items in a
+        row that use it, and the head several times.
+        """
         uses = [
-            self._num_head_uses(batches[item.batch])
+            self._num_head_uses(current.batches[item.batch])
             if self._stages[item.stage] == HEAD
             else int(item is step[0])
             for step in steps
             for item in step
         ]
-        visits = stage_visits(items, uses, self.num_stages - self._config.has_head, another_pass)
-        current = _Pass(
-            batches, dict(zip(items, items[1:])), on_item, partial(self._must_stop, should_stop)
-        )
-        states, charged_until = current.states, time.perf_counter()
-        # Not inference mode: tensors go to threads, and that mode is per thread.
-        try:
-            with torch.no_grad(), stopped_by(current.must_stop):
-                for step in steps:
-                    began = time.perf_counter()
-                    self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
-                    head = self._compute(step, current)
-                    launched_s, num_tokens = (
-                        time.perf_counter() - began,
-                        sum(batches[i.batch].num_tokens for i in step),
-                    )
-                    for item in step:
-                        states[item.batch].launched_s += (
-                            launched_s * batches[item.batch].num_tokens / num_tokens
-                        )
-                    if step[0].stage == self.num_stages - 1:
-                        charged_until = _charge(states.values(), charged_until)
-                        for item in step:
-                            self._activations.end_wait(item.batch)
-                            self._hand_on(
-                                batches[item.batch], states.pop(item.batch), head, on_batch
-                            )
-                    elif (
-                        self._kept is not None
-                        and self._kept.is_due()
-                        and current.ends_layer(step[-1])
-                    ):
-                        self._keep(step[-1], current, self._kept)
-        except BaseException:
-            self._weights.cancel()
-            self.cache.cancel()
-            self._activations.close()
-            raise
+        num_stages = self.num_stages - self._config.has_head
+        return stage_visits(current.items, uses, num_stages, current.another_follows)
 
     def _steps(self, items: abc.Sequence[WorkItem]) -> list[list[WorkItem]]:
         """Divide the items of a pass into those that are computed together: batches that share a
@@ -448,13 +433,13 @@ class Executor:
             )
         return steps
 
-    def _must_stop(self, should_stop: Callable[[], bool]) -> bool:
+    def _must_stop(self, current: Pass) -> bool:
         """Keep to free threads and to the limit of memory; return whether the run is to end."""
         if self.model.threads is not None:
             self.model.threads.adapt()
         if self.model.resident is not None:
             self.model.resident.hold(self.peak_workspace_bytes)
-        return should_stop()
+        return current.should_stop()
 
     def collect(self, batch: Batch) -> BatchOutput:
         """Wait for the outputs of a batch that `run` has taken through this rank; in the order of
@@ -464,37 +449,32 @@ class Executor:
         """
         head = self.pending_heads.pop(batch, None)
         if head is None:
-            head = predictions_of(batch)
-            head.values = self._pipeline.receive_values(head.num_values(batch))
+            head = BatchOutput.of(batch)
+            head.values = self._pipeline.receive_values(head.num_values)
         since, self._collected_at = self._collected_at, time.perf_counter()
-        return self._finish(batch, head, self._collected_at - since)
+        return self._finish(head, self._collected_at - since)
 
-    def _hand_on(
-        self,
-        batch: Batch,
-        state: _BatchState,
-        head: HeadOutput | None,
-        on_batch: Callable[[BatchOutput], None],
-    ) -> None:
+    def _hand_on(self, item: WorkItem, current: Pass, head: BatchOutput | None) -> None:
         """Send the hidden states to the next rank, or the head's values to all others; end the
         batch if none are.
         """
+        batch, state = current.batches[item.batch], current.states.pop(item.batch)
         if head is None:
             assert state.hidden is not None
             self._pipeline.send_hidden(checksum(batch), state.hidden, state.check_finite())
         elif self._pipeline.is_whole:
-            on_batch(self._finish(batch, head, state.seconds))
+            current.on_batch(self._finish(head, state.seconds))
         else:
             self._pipeline.send_values(head.values)
             self.pending_heads[batch] = head
 
-    def _begin(self, item: WorkItem, current: _Pass) -> _BatchState:
+    def _begin(self, item: WorkItem, current: Pass) -> _BatchState:
         """Return a batch's state with its hidden states on the compute device, and prefetch those
         of the next item.
         """
         batch, states = current.batches[item.batch], current.states
         current.on_item(batch)
-        if current.must_stop():
+        if self._must_stop(current):
             raise Interrupted("interrupted; everything finished so far is kept")
         state = states.get(item.batch)
         if state is None:
@@ -509,7 +489,7 @@ class Executor:
                     checksum(batch), shape, self._decoder.dtype, self._device
                 )
         elif state.hidden is None:  # load_activation(i, j, k), begun an item ago
-            state.hidden = self._activations.load(item.batch)
+            state.hidden = self.activations.load(item.batch)
         if state.rotary is None:
             state.rotary = self._decoder.rotary(state.metadata.positions.on_device)
         # load_cache and load_activation(i, j, k + 1)
@@ -523,13 +503,13 @@ class Executor:
         if following is None or (state := states.get(following.batch)) is None:
             return
         if following.batch != item.batch:
-            self._activations.prefetch(following.batch)
+            self.activations.prefetch(following.batch)
         if (layer := self._layer_of(following.stage)) is not None:
             # no room for two layers: it is brought when it is needed
             with suppress(MemoryLimitError):
                 state.metadata.prefetch(layer, self.cache)
 
-    def _compute(self, step: list[WorkItem], current: _Pass) -> HeadOutput | None:
+    def _compute(self, step: list[WorkItem], current: Pass) -> BatchOutput | None:
         """Take the batches of a step through its stage; return what the head computed, and None
         after other stages.
         """
@@ -560,7 +540,7 @@ class Executor:
         return None
 
     def _layer_batches(
-        self, layer: int, left: deque[WorkItem], current: _Pass
+        self, layer: int, left: deque[WorkItem], current: Pass
     ) -> abc.Iterator[LayerBatch]:
         """Take items from the left as long as there is room for their batches to wait for a layer's
         experts.
@@ -573,7 +553,7 @@ class Executor:
             item, tokens = left[0], current.batches[left[0].batch].num_tokens
             num_bytes, at_rest = tokens * self._hidden_bytes, tokens / copies
             if item is not spared:  # it leaves its rest only within the layer
-                fits = tokens + at_rest <= room and self._activations.wait(
+                fits = tokens + at_rest <= room and self.activations.wait(
                     item.batch, copies * num_bytes
                 )
                 if not fits and item is not first:
@@ -582,14 +562,14 @@ class Executor:
             room -= at_rest if item is spared else tokens
             state = self._begin(left.popleft(), current)
             if item is spared and (left or item is not first):
-                self._activations.wait(item.batch, num_bytes)
+                self.activations.wait(item.batch, num_bytes)
             attend = LayerAttention(
                 state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache
             )
             batch, state.hidden = LayerBatch(state.hidden, state.rotary, attend), None
             yield batch
 
-    def _end(self, item: WorkItem, current: _Pass, hidden: Tensor) -> None:
+    def _end(self, item: WorkItem, current: Pass, hidden: Tensor) -> None:
         """Keep the hidden states behind a stage: where they are if the batch goes on, else with the
         others.
         """
@@ -599,7 +579,7 @@ class Executor:
             self._observer.on_hidden(item.stage, current.batches[item.batch], hidden)
         if item.stage == self.num_stages - 1:
             return
-        self._activations.end_wait(item.batch)
+        self.activations.end_wait(item.batch)
         following = current.following.get(item)
         if following is None or following.batch != item.batch:
             self._store(item, state)  # store_activation(i, j, k), done in the background
@@ -612,21 +592,21 @@ class Executor:
 
     def _store(self, item: WorkItem, state: _BatchState) -> None:
         assert state.hidden is not None
-        self._activations.store(item.batch, state.hidden)
+        self.activations.store(item.batch, state.hidden)
         state.hidden = state.rotary = None
         if state.sums:  # those of many waiting batches would be large
             state.check_finite()
 
-    def _keep(self, last: WorkItem, current: _Pass, kept: KeptStates) -> None:
+    def _keep(self, last: WorkItem, current: Pass, kept: KeptStates) -> None:
         """Store the hidden states of all batches behind the stage of the last item."""
 
         def states() -> abc.Iterator[tuple[Batch, Tensor, Tensor]]:
             for number, batch in enumerate(current.batches):
                 state = current.states[number]
-                hidden = self._activations.load(number) if state.hidden is None else state.hidden
+                hidden = self.activations.load(number) if state.hidden is None else state.hidden
                 yield batch, hidden, state.check_finite()
                 if state.hidden is None:
-                    self._activations.store(number, hidden)
+                    self.activations.store(number, hidden)
 
         num_tokens = sum(batch.num_tokens for batch in current.batches)
         kept.keep(last.stage, states(), num_tokens * (self._hidden_bytes + torch.int64.itemsize))
@@ -649,8 +629,8 @@ class Executor:
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
-    def _head(self, batch: Batch, state: _BatchState) -> HeadOutput:
-        head = predictions_of(batch)
+    def _head(self, batch: Batch, state: _BatchState) -> BatchOutput:
+        head = BatchOutput.of(batch)
         predictions = head.predictions
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
@@ -676,7 +656,7 @@ class Executor:
     def _predict(
         self, weights: StageWeights, hidden: Tensor, predictions: list[Prediction], num_top: int
     ) -> Tensor:
-        """Return the values of a slice of predictions (`HeadOutput.values`), in float64, which has
+        """Return the values of a slice of predictions (`BatchOutput.values`), in float64, which has
         them all.
         """
         positions = [prediction.position for prediction in predictions]
@@ -688,7 +668,7 @@ class Executor:
         if self._observer is not None and len(drawn) < len(predictions):
             scored = [i for i in range(len(predictions)) if i not in drawn]
             self._observer.on_logits(
-                [predictions[i].prompt_token for i in scored], logits[scored] if drawn else logits
+                [predictions[i] for i in scored], logits[scored] if drawn else logits
             )
         if len(drawn) == len(predictions):
             tokens = self._draw(logits, [*drawn.values()])
@@ -713,12 +693,21 @@ class Executor:
             logits, sampling = self.model.processors(logits, sampling)
         return sample_tokens(logits, sampling)
 
-    def _finish(self, batch: Batch, head: HeadOutput, seconds: float) -> BatchOutput:
+    def _finish(self, head: BatchOutput, seconds: float) -> BatchOutput:
         """Advance a batch's sequences by what was computed."""
-        head.fill(batch)
-        for scheduled in batch.scheduled:  # last: after an out-of-memory all is computed again
+        head.fill()
+        head.seconds = seconds
+        for scheduled in head.batch.scheduled:  # last: after an out-of-memory all is computed again
             scheduled.sequence.num_computed += scheduled.count
-        return BatchOutput(batch, head.outputs, seconds)
+        return head
+
+
+def _share_launch(step: list[WorkItem], current: Pass, seconds: float) -> None:
+    """Divide the seconds of launching a step among its batches, by their tokens."""
+    num_tokens = sum(current.batches[item.batch].num_tokens for item in step)
+    for item in step:
+        share = current.batches[item.batch].num_tokens / num_tokens
+        current.states[item.batch].launched_s += seconds * share
 
 
 def _charge(states: abc.Iterable[_BatchState], since: float) -> float:

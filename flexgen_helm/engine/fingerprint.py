@@ -7,8 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
 from flexgen_helm.checkpoint.folder import CONFIG
@@ -20,39 +19,39 @@ from flexgen_helm.identity import own_digest, text_of
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import torch
-
     from flexgen_helm.checkpoint.checkpoint import Checkpoint
 
 # Part of every fingerprint: raised when a change of the code can change a result.
 RESULTS_VERSION = 9
 
 
+class Arithmetic(NamedTuple):
+    """What multiplies.
+
+    device_type, dtype: as torch prints them.
+    bits: what decides them there (`what_decides_bits`); None for this machine's.
+    """
+
+    device_type: str
+    dtype: str
+    bits: tuple[str, ...] | None = None
+
+
 def engine_fingerprint(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer | None,
     options: EngineConfig,
-    device_type: str,
-    dtype: torch.dtype,
-    bits: Sequence[str] | None = None,
+    arithmetic: Arithmetic,
 ) -> str:
     """Return the digest by which responses are cached: of all that a result depends on besides the
     request.
 
     Where modules of `transformers` compute, their files are part of it.
-    bits: of another machine (`what_decides_bits`); None for those of this one.
     """
-    bits = what_decides_bits(options) if bits is None else bits
     code = (digest,) if (digest := checkpoint.config.values_digest) else ()
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
-    return _digest(
-        checkpoint.fingerprint,
-        tokenizer,
-        options,
-        (device_type, *code, *_texts(generation)),
-        str(dtype),
-        bits,
-    )
+    more = *code, *_texts(generation)
+    return _digest(checkpoint.fingerprint, tokenizer, options, arithmetic, more)
 
 
 def quick_engine_fingerprint(
@@ -83,9 +82,8 @@ def quick_engine_fingerprint(
         weights,
         Tokenizer.from_path(path),
         options,
-        (device, *_texts(generation)),
-        "torch.float32",
-        what_decides_bits(options),
+        Arithmetic(device, "torch.float32"),
+        _texts(generation),
     )
 
 
@@ -116,15 +114,18 @@ def _digest(
     weights: str,
     tokenizer: Tokenizer | None,
     options: EngineConfig,
-    components: tuple[str, ...],
-    dtype: str,
-    bits: Sequence[str],
+    arithmetic: Arithmetic,
+    more: tuple[str, ...],
 ) -> str:
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
-    precision = options.chosen_precision.label
+    device_type, dtype, bits = arithmetic
+    bits = what_decides_bits(options) if bits is None else bits
     known = text_of(
-        (RESULTS_VERSION, weights, vocabulary, precision, *components, *unverified, *bits)
+        (
+            *(RESULTS_VERSION, weights, vocabulary, options.chosen_precision.label),
+            *(device_type, *more, *unverified, *bits),
+        )
     )
-    # The dtype has no quotes, as torch prints it.
+    # The dtype has no quotes.
     return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import FlexgenError
@@ -124,6 +125,87 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
     )
 
 
+class _LayerWeights(StageWeights):
+    """Matrices of its own; or what products left behind, which is there already."""
+
+    repeatable = True
+
+    def __init__(self, layer: _MeasuredLayer, tokens: int, multiplies: bool) -> None:
+        self._vectors, needed = layer.vectors, layer.sizes.items() if multiplies else ()
+        self._matrices = {
+            name: torch.randn(shape).to(layer.device, torch.float16) for name, shape in needed
+        }
+        self._ready = {name: torch.randn(tokens, out) for name, (out, _) in layer.sizes.items()}
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return tiled_linear(x, self._matrices[name], None) if self._matrices else self._ready[name]
+
+    def vector(self, name: str) -> Tensor | None:
+        return self._vectors.get(name)
+
+    def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
+        raise AssertionError("the model has none")
+
+    def lookup(self, name: str, rows: Any) -> Tensor:
+        raise AssertionError("a layer has no tables")
+
+
+class _MeasuredLayer:
+    """A layer of a small model, with a cache.
+
+    sizes: shapes of its matrices, by name.
+    """
+
+    def __init__(self, device: torch.device, kind: torch.dtype) -> None:
+        self.config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
+        shapes = {
+            name.removeprefix(f"{stage}."): shape
+            for name, shape in self.config.stage_tensors(stage)
+        }
+        self.device = device
+        self._like: dict[str, Any] = {"device": device, "dtype": kind}
+        self.vectors = {
+            name: torch.ones(shape, **self._like)
+            for name, shape in shapes.items()
+            if len(shape) == 1
+        }
+        self.sizes = {
+            name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
+        }
+        self._decoder = decoder_of(self.config, device, kind)
+        heads = 2, 1, self.config.num_kv_heads, _LAYER_POSITIONS, self.config.head_dim
+        self._caches = torch.zeros(heads, **self._like)
+        self._row = torch.zeros(1, device=device, dtype=torch.int64)
+        self._inputs = {width: torch.randn(1, width) for _, width in self.sizes.values()}
+        self._rotary = {
+            tokens: self._decoder.rotary(torch.arange(tokens, device=device))
+            for tokens in (1, _LAYER_TOKENS)
+        }
+
+    def take(self, weights: _LayerWeights, tokens: int) -> None:
+        """Take one token that attends to a cache, or a prompt, through the layer."""
+        hidden = torch.zeros(tokens, self.config.hidden_size, **self._like)
+        attend: Any = self._attend_cache if tokens == 1 else self._store
+        batch = LayerBatch(hidden, self._rotary[tokens], attend)
+        (out,) = self._decoder.layer(weights, 0, [batch])
+        out.sum(-1)
+
+    def multiply(self, weights: _LayerWeights) -> None:
+        """Compute the products of one token alone."""
+        for name, (_, width) in self.sizes.items():
+            weights.linear(name, self._inputs[width])
+
+    def _attend_cache(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for cache, new in zip(self._caches, (k, v)):
+            put_rows(cache.movedim(2, 1), self._row, self._row, new)
+        return cache_attention(q, *self._caches)()[0]
+
+    @staticmethod
+    def _store(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k.clone(), v.clone()
+        return q
+
+
 def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     """Return the seconds of a layer besides its products, and the bytes a second that a long batch
     moves there.
@@ -133,76 +215,20 @@ def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     are taken off. On a device a layer of a small model takes as long as its launches, those of
     products included, and a long one is bound by other rates.
     """
-
-    config, stage = CATALOG[_LAYER_MODEL].config, layer_stage(0)
-    shapes = {name.removeprefix(f"{stage}."): shape for name, shape in config.stage_tensors(stage)}
-    like: dict[str, Any] = {"device": device, "dtype": kind}
-    vectors = {name: torch.ones(shape, **like) for name, shape in shapes.items() if len(shape) == 1}
-    sizes = {
-        name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2
-    }
-    decoder = decoder_of(config, device, kind)
-
-    class Layer(StageWeights):
-        """Matrices of its own; or what products left behind, which is there already."""
-
-        repeatable = True
-
-        def __init__(self, tokens: int, multiplies: bool) -> None:
-            needed = sizes.items() if multiplies else ()
-            self.matrices = {
-                name: torch.randn(shape).to(device, torch.float16) for name, shape in needed
-            }
-            self._ready = {name: torch.randn(tokens, out) for name, (out, _) in sizes.items()}
-
-        def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-            return (
-                tiled_linear(x, self.matrices[name], None) if self.matrices else self._ready[name]
-            )
-
-        def vector(self, name: str) -> torch.Tensor | None:
-            return vectors.get(name)
-
-        def use_experts(self, experts: Sequence[int], num_tokens: int) -> None:
-            raise AssertionError("the model has none")
-
-        def lookup(self, name: str, rows: Any) -> torch.Tensor:
-            raise AssertionError("a layer has no tables")
-
-    heads = 2, 1, config.num_kv_heads, _LAYER_POSITIONS, config.head_dim
-    caches, row = torch.zeros(heads, **like), torch.zeros(1, device=device, dtype=torch.int64)
-
-    def attend_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        for cache, new in zip(caches, (k, v)):
-            put_rows(cache.movedim(2, 1), row, row, new)
-        return cache_attention(q, *caches)()[0]
-
-    def store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k.clone(), v.clone()
-        return q
-
-    def pass_layer(layer: Layer, tokens: int) -> None:
-        hidden = torch.zeros(tokens, config.hidden_size, **like)
-        attend = attend_cache if tokens == 1 else store
-        (out,) = decoder.layer(layer, 0, [LayerBatch(hidden, rotary[tokens], attend)])  # type: ignore[arg-type]
-        out.sum(-1)
-
-    def multiply(layer: Layer) -> None:
-        for name, (_, width) in sizes.items():
-            layer.linear(name, inputs[width])
-
-    inputs = {width: torch.randn(1, width) for _, width in sizes.values()}
-    rotary = {
-        tokens: decoder.rotary(torch.arange(tokens, device=device)) for tokens in (1, _LAYER_TOKENS)
-    }
-    matrix_bytes = sum(2 * math.prod(shape) for shape in sizes.values())
-    layers = [Layer(1, multiplies=True) for _ in range(max(1, _UNCACHED_BYTES // matrix_bytes))]
-    step_s = _best([partial(pass_layer, layer, 1) for layer in layers], 5, device)
+    layer = _MeasuredLayer(device, kind)
+    matrix_bytes = sum(2 * math.prod(shape) for shape in layer.sizes.values())
+    several = [
+        _LayerWeights(layer, 1, multiplies=True)
+        for _ in range(max(1, _UNCACHED_BYTES // matrix_bytes))
+    ]
+    step_s = _best([partial(layer.take, weights, 1) for weights in several], 5, device)
     if device.type == "cuda":
         return step_s, math.inf
-    step_s = max(1e-6, step_s - _best([partial(multiply, layer) for layer in layers], 5))
-    long_s = _best([partial(pass_layer, Layer(_LAYER_TOKENS, multiplies=False), _LAYER_TOKENS)], 10)
-    return step_s, 4.0 * between_elements(config) * _LAYER_TOKENS / max(1e-6, long_s - step_s)
+    step_s = max(1e-6, step_s - _best([partial(layer.multiply, weights) for weights in several], 5))
+    prompt = _LayerWeights(layer, _LAYER_TOKENS, multiplies=False)
+    long_s = _best([partial(layer.take, prompt, _LAYER_TOKENS)], 10)
+    moved = 4.0 * between_elements(layer.config) * _LAYER_TOKENS
+    return step_s, moved / max(1e-6, long_s - step_s)
 
 
 def _product_curves(
@@ -247,7 +273,7 @@ def _attention_rates(device: torch.device, kind: torch.dtype) -> tuple[float, fl
     return 4.0 * tokens * tokens * heads * dim / attending, pair / reading
 
 
-def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T,
     Hk, D].
     """
@@ -259,7 +285,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calla
     return partial(attend_segments, q, table.at((), (k, v)), scale)
 
 
-def cache_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+def cache_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v
     [B, Hk, S, D].
     """
@@ -316,7 +342,7 @@ def _link(device: torch.device) -> Link:
     pinned = [torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pageable = torch.zeros(_LINK_BYTES, dtype=torch.uint8)
 
-    def rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    def rate(target: Tensor, source: Tensor) -> float:
         return _LINK_BYTES / _best([partial(target.copy_, source, non_blocking=True)], 3, device)
 
     inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -344,7 +370,6 @@ def _link(device: torch.device) -> Link:
 
 def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     """Measure the disk past the page cache, and the share of reads that overlaps with computing."""
-
     free = shutil.disk_usage(folder).free
     size = min(_FILE_BYTES, free // 4 // _CHUNK_BYTES * _CHUNK_BYTES)
     if size < 4 * _CHUNK_BYTES:
@@ -352,67 +377,64 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
             f"{folder} has {exact_size(free)} free, too little to measure its disk; name another "
             "with --offload-dir"
         )
-    buffers = [pages(_CHUNK_BYTES) for _ in range(2 * _TRANSFERS)]
-    for buffer in buffers:
-        buffer.random_()
-    offsets = range(0, size, _CHUNK_BYTES)
+    buffers = [pages(_CHUNK_BYTES).random_() for _ in range(2 * _TRANSFERS)]
     with tempfile.TemporaryDirectory(prefix="profile-", dir=folder) as scratch:
         paths = [Path(scratch) / name for name in ("read", "write")]
         files = [DirectFile(path, size, create=True) for path in paths]
         try:
             with ThreadPoolExecutor(2 * _TRANSFERS) as threads:
-
-                def side_by_side(
-                    transfer: Callable[[int, torch.Tensor], None], first: int
-                ) -> Callable[[], None]:
-                    def some_chunks(number: int) -> None:
-                        for offset in offsets[number::_TRANSFERS]:
-                            transfer(offset, buffers[first + number])
-
-                    def all_chunks() -> None:
-                        list(threads.map(some_chunks, range(_TRANSFERS)))
-
-                    return all_chunks
-
-                fill, write = (
-                    side_by_side(files[0].write, 0),
-                    side_by_side(files[1].write, _TRANSFERS),
+                fill, read, write = (
+                    partial(_side_by_side, threads, transfer, size, some)
+                    for transfer, some in (
+                        (files[0].write, buffers[:_TRANSFERS]),
+                        (files[0].read, buffers[:_TRANSFERS]),
+                        (files[1].write, buffers[_TRANSFERS:]),
+                    )
                 )
-                read = side_by_side(files[0].read, 0)
                 fill()
-                writing = _best([write], 2)
-                reading = _best([read], 3)
+                writing, reading = _best([write], 2), _best([read], 3)
                 both = _best([lambda: _together(write, read)], 2)
                 access = _best([partial(files[0].read, 0, buffers[0][:4096])], 20)
-                x, weight = (
-                    torch.randn(512, _WIDTH, device=device),
-                    torch.randn(_WIDTH, _WIDTH, device=device),
-                )
-
-                def compute(times: int) -> None:
-                    for _ in range(times):
-                        linear(x, weight, None)
-                    if device.type == "cuda":
-                        torch.cuda.synchronize(device)
-
-                one = _best([partial(compute, 4)], 3) / 4
-                times = max(1, round(reading / one))
-                computing = _best([partial(compute, times)], 2)
-                joined = _best([lambda: _together(partial(compute, times), read)], 2)
+                overlap = _hidden_share(read, reading, device)
         finally:
             for file in files:
                 file.close(delete=True)
-    hidden = (computing + reading - joined) / min(computing, reading)
-    return (
-        Disk(
-            bytes=free,
-            read_bytes_s=size / reading,
-            write_bytes_s=size / writing,
-            duplex=min(1.0, max(0.5, (reading + writing) / 2 / both)),
-            access_s=access,
-        ),
-        min(1.0, max(0.0, hidden)),
-    )
+    duplex = min(1.0, max(0.5, (reading + writing) / 2 / both))
+    return Disk(free, size / reading, size / writing, duplex, access), overlap
+
+
+def _side_by_side(
+    threads: ThreadPoolExecutor,
+    transfer: Callable[[int, Tensor], None],
+    size: int,
+    buffers: Sequence[Tensor],
+) -> None:
+    """Transfer a file of `size` bytes by chunks, as many at once as there are buffers."""
+
+    def some_chunks(number: int) -> None:
+        for offset in range(0, size, _CHUNK_BYTES)[number :: len(buffers)]:
+            transfer(offset, buffers[number])
+
+    list(threads.map(some_chunks, range(len(buffers))))
+
+
+def _hidden_share(read: Callable[[], None], reading: float, device: torch.device) -> float:
+    """Return the share that overlaps of reading, which takes `reading` seconds, and as much
+    computing.
+    """
+    x = torch.randn(512, _WIDTH, device=device)
+    weight = torch.randn(_WIDTH, _WIDTH, device=device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            linear(x, weight, None)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times = max(1, round(reading / (_best([partial(compute, 4)], 3) / 4)))
+    computing = _best([partial(compute, times)], 2)
+    joined = _best([lambda: _together(partial(compute, times), read)], 2)
+    return min(1.0, max(0.0, (computing + reading - joined) / min(computing, reading)))
 
 
 def _together(one: Callable[[], None], two: Callable[[], None]) -> None:

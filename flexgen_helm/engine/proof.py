@@ -326,9 +326,7 @@ def _on_device(opened: OpenedModel, device: torch.device) -> Iterator[OpenedMode
             offload_dir=checkpoint.folder / "offload",
         )
         link = CudaCopyEngine(device)
-        yield replace(
-            opened, options=options, device=device, link=link, compute_dtype=torch.float32
-        )
+        yield replace(opened, options=options, device=device, link=link, given_dtype=torch.float32)
 
 
 def compare_kernels(

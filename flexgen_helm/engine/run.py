@@ -7,14 +7,15 @@ import time
 from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
-from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
+from flexgen_helm.engine.executor import BatchOutput, Executor, Pass, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.progress import KEEP_EVERY_S
-from flexgen_helm.request import DrawnToken, GenerationResult, Progress
+from flexgen_helm.request import Cost, DrawnToken, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler, work_items
@@ -31,7 +32,8 @@ from flexgen_helm.tiers import MEMORY_ADVICE
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 
 OnResult = Callable[[int, GenerationResult], None]
-OnDrawn = Callable[[int, int, int, DrawnToken], None]
+# Returns the seconds that drawn tokens wait to be stored, None if they are not.
+OnDrawn = Callable[[int, int, int, DrawnToken], float | None]
 # Seconds between two reports of progress in the middle of a batch.
 _REPORT_EVERY_S = 0.1
 
@@ -45,15 +47,16 @@ class ResultCollector:
         self,
         num_requests: int,
         on_result: OnResult | None,
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[Progress], None] | None = None,
         on_drawn: OnDrawn | None = None,
     ) -> None:
         self._results: list[GenerationResult | None] = [None] * num_requests
-        self._on_result, self._progress, self._on_drawn = on_result, progress, on_drawn
+        self._on_result, self.progress, self._on_drawn = on_result, progress, on_drawn
         self.began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
         self.at = (0, 0, 0)  # pass, layer, and of how many
+        self._keep_s: float | None = KEEP_EVERY_S if on_drawn is not None else None
         self._pass_began = self._longest_pass_s = self._restart_s = 0.0
         self.runs: list[Run] = []
 
@@ -76,20 +79,28 @@ class ResultCollector:
         self._restart_s = sum(run.restart_s for run in self.runs)
 
     def _stop_s(self, now: float) -> float:
-        if self._on_drawn is None:
+        if self._keep_s is None:
             return 0.0
-        return KEEP_EVERY_S + max(self._longest_pass_s, now - self._pass_began) + self._restart_s
+        return self._keep_s + max(self._longest_pass_s, now - self._pass_began) + self._restart_s
 
     def note(self, request: Request, completion: int, step: int, drawn: DrawnToken) -> None:
         """Report a token of a request that has not ended."""
         if self._on_drawn is not None:
             for index in request.indices:
-                self._on_drawn(index, completion, step, drawn)
+                self._keep_s = self._on_drawn(index, completion, step, drawn)
 
     def results(self) -> list[GenerationResult]:
         """Return all results, in the order of the requests."""
         assert self._num_finished == len(self._results), "a request was never answered"
         return [result for result in self._results if result is not None]
+
+    def costs(self) -> list[Cost]:
+        """Return what each request cost in this call: without tokens that an earlier one drew."""
+        costs = [result.cost for result in self.results()]
+        for request in chain.from_iterable(run.requests for run in self.runs):
+            for index in request.indices:
+                costs[index] = request.without_resumed(costs[index])
+        return costs
 
     def report(self, *, at_once: bool = True) -> None:
         """Report progress; at_once: even if it was reported just now."""
@@ -97,21 +108,20 @@ class ResultCollector:
         if not at_once and now - self._reported_at < _REPORT_EVERY_S:
             return
         self._reported_at = now
-        if self._progress is None:
+        if self.progress is None:
             return
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
         done = self._num_finished, len(self._results)
         elapsed_s, stop_s = now - self.began, self._stop_s(now)
-        self._progress(
-            Progress(tokens, round(total), *done, elapsed_s, {}, *self.at, stop_s=stop_s)
-        )
+        self.progress(Progress(tokens, round(total), *done, elapsed_s, {}, *self.at, stop_s=stop_s))
 
 
 class Run:
     """Some requests of one call of `Engine.run`: all of them, or a lane's where ranks of a pipeline
     take turns.
 
+    requests: as given.
     halvings: how often batches were halved because memory ran out.
     num_preempted: how often a sequence gave its cache back and was computed again.
     most_at_once: most sequences of a pass, without shared prefixes; at least 1.
@@ -130,7 +140,7 @@ class Run:
         limits.
         """
         self._executor, self._cache, self._config = executor, executor.cache, executor.model.config
-        self._limits, self._schedule = plan.limits, plan.schedule
+        self.requests, self._limits, self._schedule = requests, plan.limits, plan.schedule
         self._prefix_cost, self._answers = prefix_cost, answers
         self.halvings = 0
         self.saved_tokens = 0
@@ -351,13 +361,13 @@ class Run:
             items = [item for item in items if item.stage >= first]
             self._items_begun.update(dict.fromkeys(batches, first))
             try:
-                self._executor.run(batches, items, on_batch, on_item, must_stop, another_pass)
+                self._executor.run(Pass(batches, items, on_batch, on_item, must_stop, another_pass))
                 self._in_flight = [batch for batch in batches if batch not in done]
                 return
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
-                if not self._executor.divides_batches:
+                if not self._executor.model.pipeline.is_whole:
                     raise MemoryLimitError(
                         f"memory ran out with {max(batch.num_tokens for batch in batches)} tokens "
                         f"in a batch, and ranks of a pipeline cannot divide it; {MEMORY_ADVICE}"
@@ -410,10 +420,8 @@ class Run:
                 advice = self._executor.model.nonfinite_advice
                 where = f"a value that is not finite appeared at stage {output.nonfinite_stage}"
                 request.error = NumericalError(f"{where}; {advice}")
-        if output.prompt_logprobs:  # assigned: a shared prefix may be computed again
-            sequence.prompt_logprobs = output.prompt_logprobs
-            sequence.prompt_greedy = output.prompt_greedy
-            sequence.prompt_top = output.prompt_top
+        if output.scores.logprobs:  # assigned: a shared prefix may be computed again
+            sequence.scores = output.scores
         if sequence.kind is SequenceKind.SHARED_PREFIX:
             return
         request = sequence.request

@@ -4,15 +4,19 @@ docs/reference).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import psutil
 import torch
 
-from flexgen_helm.engine.device import device_name
+from flexgen_helm.engine.device import device_name, dtype_reason
+from flexgen_helm.engine.executor import Executor
+from flexgen_helm.engine.fingerprint import what_decides_bits
+from flexgen_helm.engine.opening import OpenedModel
+from flexgen_helm.engine.run import ResultCollector
 from flexgen_helm.hardware.process_state import switched_off
 from flexgen_helm.kernels.products import (
     library_flops,
@@ -28,7 +32,10 @@ from flexgen_helm.planner.predict import CostEstimate
 from flexgen_helm.planner.problem import expected_experts, fitted_skew
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.report.throughput import throughput, versions
-from flexgen_helm.request import Cost
+from flexgen_helm.tiers import TIERS, Fractions, Tier
+
+# Of what the record of a pipeline says for each rank.
+_OF_RANK = "hardware", "achieved_placement", "peak_bytes", "limit_bytes", "time_s", "bytes"
 
 
 @dataclass(frozen=True)
@@ -36,65 +43,68 @@ class EngineIdentity:
     """What the records of all runs of one engine share.
 
     weight_dtype: of matrices in 16 bits; that of products where they are packed.
-    dtype_reason: why products are in `dtype`.
-    simulated: a gpu in host memory computes.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
-    generation_config: settings of the model's folder that were applied, and those that were
-        ignored.
     is_proved: a small model of this kind equals `transformers` here; None where nothing was
         compared.
-    batch_invariant: what decides the bits of answers that do not follow their batch; empty without
-        the option.
-    rounded: stored type -> share of the matrices' elements that have it, and are rounded to 16
-        bits.
+    entries, hardware: what the record, and its `hardware`, say of the model and its device.
     """
 
     model: str
-    origin: str
-    fingerprint: str
-    precision: str
     device: torch.device
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    dtype_reason: str
-    simulated: bool
     load_s: float
-    experts: MoEConfig | None = None
-    is_proved: bool | None = None
-    rounded: Mapping[str, float] = field(default_factory=dict)
-    generation_config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    batch_invariant: Sequence[str] = ()
+    experts: MoEConfig | None
+    is_proved: bool | None
+    entries: Mapping[str, Any]
+    hardware: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, model: OpenedModel, experts: MoEConfig | None, is_proved: bool | None, load_s: float
+    ) -> EngineIdentity:
+        """Describe a model whose weights are loaded."""
+        checkpoint, generation = model.checkpoint, model.generation
+        device, dtype = model.device, model.dtype
+        weight_dtype = checkpoint.storage_dtype if model.precision.weights is None else dtype
+        entries = {
+            "model": model.name,
+            "origin": checkpoint.origin,
+            "fingerprint": model.fingerprint,
+            "precision": model.precision.name,
+            "proved": is_proved,
+            "batch_invariant": list(what_decides_bits(model.options)) or None,
+            "rounded_weights": dict(checkpoint.rounded),
+            "generation_config": {"applied": generation.applied, "ignored": generation.ignored},
+        }
+        reason = model.why_not_float16 or dtype_reason(device, dtype, checkpoint)
+        hardware = {
+            "device": "sim" if model.is_simulated else str(device),
+            "name": device_name(device),
+            "compute_dtype": str(dtype).removeprefix("torch."),
+            "compute_dtype_reason": reason,
+        }
+        known = load_s, experts, is_proved, entries, hardware
+        return cls(model.name, device, dtype, weight_dtype, *known)
 
 
 def run_record(
     engine: EngineIdentity,
     plan: RunPlan,
-    tiers: TransferManager,
-    costs: Sequence[Cost],
+    executor: Executor,
+    answers: ResultCollector,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the record as plain values; bytes, seconds and fractions. The engine adds what its run
-    counted.
-
-    costs: of each request.
+    """Return the record as plain values; bytes, seconds and fractions. On a pipeline it waits for
+    what the other ranks say of themselves.
     """
+    costs, tiers, runs = answers.costs(), executor.model.tiers, answers.runs
     figures = throughput(costs, seconds)
-    weight_dtype = multiplied_dtype(engine.device, engine.dtype, engine.weight_dtype)
-    rate = matmul_flops(engine.device, engine.dtype, weight_dtype)
-    transfer_s = tiers.stats.seconds()
-    batches_s = figures["prefill_s"] + figures["decode_s"]
-    # Also between batches, and in those that ran out of memory, whose seconds no request is
-    # charged.
-    wait_s = min(
-        batches_s, sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_"))
-    )
     limits, policy = plan.limits, plan.policy
-    return {
-        "model": engine.model,
-        "origin": engine.origin,
-        "fingerprint": engine.fingerprint,
-        "precision": engine.precision,
+    hardware = _hardware(engine, tiers)
+    record = {
+        **engine.entries,
         "policy": {
             "batch_tokens": limits.batch_tokens if policy is None else None,
             "gpu_batch_size": limits.batch_sequences,
@@ -103,47 +113,74 @@ def run_record(
         },
         "schedule": plan.schedule.name,
         **figures,
-        "workload": {"num_requests": len(costs), **figures["workload"]},
+        "workload": {
+            "num_requests": len(costs),
+            **figures["workload"],
+            "num_unique": sum(len(run.requests) for run in runs),
+        },
         "wall_s": {"load": engine.load_s, "generate": seconds},
         "bytes": tiers.stats.bytes(),
-        "time_s": {
-            "compute": batches_s - wait_s,
-            "wait": wait_s,
-            "other": max(0.0, seconds - batches_s),
-            **transfer_s,
-        },
-        "experts": None
-        if engine.experts is None
-        else _experts(engine.experts, tiers.stats.experts),
+        "time_s": _times(figures["prefill_s"] + figures["decode_s"], seconds, tiers),
+        "experts": engine.experts and _experts(engine.experts, tiers.stats.experts),
         "peak_bytes": {tier: ledger.peak for tier, ledger in tiers.ledgers.items()},
         "limit_bytes": {tier: ledger.limit for tier, ledger in tiers.ledgers.items()},
         "predicted_latency_s": None,
-        "roofline_s": figures["flops"] / rate,
-        "hardware": {
-            "device": "sim" if engine.simulated else str(engine.device),
-            "name": device_name(engine.device),
-            "compute_dtype": str(engine.dtype).removeprefix("torch."),
-            "host_memory": None
-            if tiers.copy_engine is None
-            else "pinned"
-            if tiers.copy_engine.pins
-            else "pageable",
-            "compute_dtype_reason": engine.dtype_reason,
-            "product_library": product_library(engine.device, engine.dtype),
-            "loops": dict(loops_in_use),
-            "switched_off": dict(switched_off),
-            "threads": torch.get_num_threads(),
-            "matmul_flops": rate,
-            "library_flops": library_flops(engine.device, engine.dtype),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
-        "proved": engine.is_proved,
-        "batch_invariant": list(engine.batch_invariant) or None,
-        "rounded_weights": dict(engine.rounded),
-        "generation_config": engine.generation_config,
+        "roofline_s": figures["flops"] / hardware["matmul_flops"],
+        "hardware": hardware,
         "versions": versions(),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "peak_workspace_bytes": executor.peak_workspace_bytes + tiers.peak_transfer_bytes,
+        "halvings": sum(run.halvings for run in runs),
+        "preemptions": sum(run.num_preempted for run in runs),
+        "achieved_placement": {
+            "weights": dict(plan.weights),
+            "cache": _fractions(executor.cache.placed, plan.cache),
+            "activations": _fractions(executor.activations.placed, plan.activations),
+        },
     }
+    part = executor.model.decoder.config
+    layers = [part.layers_before, part.layers_before + part.num_layers]
+    rank = {"layers": layers, **{key: record[key] for key in _OF_RANK}}
+    return record | executor.model.pipeline.record(len(runs), rank)
+
+
+def _times(batches_s: float, seconds: float, tiers: TransferManager) -> dict[str, float]:
+    """Return where the seconds of a run went; batches_s: of its batches."""
+    transfer_s = tiers.stats.seconds()
+    # Also between batches, and in those that ran out of memory, whose seconds no request is
+    # charged.
+    wait_s = sum(spent for kind, spent in transfer_s.items() if kind.startswith("wait_"))
+    wait_s = min(batches_s, wait_s)
+    return {
+        "compute": batches_s - wait_s,
+        "wait": wait_s,
+        "other": max(0.0, seconds - batches_s),
+        **transfer_s,
+    }
+
+
+def _hardware(engine: EngineIdentity, tiers: TransferManager) -> dict[str, Any]:
+    """Return what computed, and how fast it multiplies."""
+    device, dtype, link = engine.device, engine.dtype, tiers.copy_engine
+    return {
+        **engine.hardware,
+        "host_memory": link and ("pinned" if link.pins else "pageable"),
+        "product_library": product_library(device, dtype),
+        "loops": dict(loops_in_use),
+        "switched_off": dict(switched_off),
+        "threads": torch.get_num_threads(),
+        "matmul_flops": matmul_flops(
+            device, dtype, multiplied_dtype(device, dtype, engine.weight_dtype)
+        ),
+        "library_flops": library_flops(device, dtype),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+
+
+def _fractions(placed: Mapping[Tier, int], planned: Fractions) -> Fractions:
+    """Return fractions of bytes by tier; as planned where nothing was placed."""
+    total = sum(placed.values())
+    return {tier: placed[tier] / total if total else planned[tier] for tier in TIERS}
 
 
 def _experts(experts: MoEConfig, counts: ExpertCounts) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def score_pairs(engine: Engine, pairs: abc.Sequence[ScoredPair], truncate: bool)
     for pair in pairs:
         try:
             encoded = encode_pair(pair, engine.tokenizer, engine.chat)
-            requests.append(scoring_request(encoded, engine.config.max_positions, truncate))
+            requests.append(scoring_request(encoded, engine.model_config.max_positions, truncate))
             lengths.append(len(encoded.continuation))
             scores.append(None)
         except RequestError as error:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on the engine. This module alone imports `lm_eval`.
+"""A model of lm-evaluation-harness on the engine.
 
     loglikelihood          (context, continuation) -> ids -> a request that scores
                            -> (log-probability, is greedy)
@@ -21,19 +21,11 @@ import hashlib
 import json
 import logging
 import math
-import random
-import sys
-import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from functools import cache, partial
-from inspect import signature
-from io import StringIO
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
@@ -44,27 +36,17 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import (
     get_rolling_token_windows,
-    handle_non_serializable,
     make_disjoint_window,
-    sanitize_list,
 )
 
 from flexgen_helm.config import FLAGS, OPTIONS, EngineOptions, options_of_flags
 from flexgen_helm.engine.scoring import EncodedPair, Score, read_score, scoring_request
-from flexgen_helm.errors import FlexgenError, RequestError, UsageError
-from flexgen_helm.files import question, read_object
-from flexgen_helm.report.verification import (
-    Recorded,
-    RecordedAnswer,
-    ScoreCheck,
-    disagreements,
-    one_line,
-)
+from flexgen_helm.errors import RequestError, UsageError
+from flexgen_helm.files import question
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import (
-    ModelArguments,
     ModelReader,
     model_arguments,
     read_generation,
@@ -94,7 +76,6 @@ _NEUTRAL_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,), "skip_special_tokens": (True,), "use_cache": (True,),
 }  # fmt: skip
 _ONLY_SAMPLED = {"temperature", "top_p", "top_k", "min_p"}
-_SCORE_TOLERANCE = 1e-9  # of sums in another order
 _END_OF_TURN = "<the turn goes on from here> "  # no template changes it
 
 
@@ -115,7 +96,7 @@ class _ThinkEnd(NamedTuple):
 
     id: None if it is several tokens.
     text: None if it was given as an id.
-    engine_knows_it: it is the chat template's. For another end the engine draws without stop
+    engine_knows_it: it is the chat template's. For a different end the engine draws without stop
         strings, which are applied afterwards, behind the end.
     """
 
@@ -123,84 +104,21 @@ class _ThinkEnd(NamedTuple):
     text: str | None
     engine_knows_it: bool
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, marker: str | int, template_end: str | None) -> _ThinkEnd:
+        """Return what a text or the id of a token stands for; template_end: what ends thinking in
+        the chat template.
+        """
+        if isinstance(marker, int):
+            return cls(marker, None, tokenizer.decode([marker]) == template_end)
+        ids = tokenizer.encode(marker, add_special_tokens=False)
+        return cls(ids[0] if len(ids) == 1 else None, marker, marker == template_end)
+
 
 def register_model() -> None:
     """Make `flexgen` a model of the harness in this process, unless its entry point has."""
     if "flexgen" not in model_registry:
         model_registry.register("flexgen", target=FlexgenLM)
-
-
-def _raise_unsaved(record: logging.LogRecord, folder: str | None) -> bool:
-    """Raise the system's error by which results were not saved: the harness only logs that, and
-    ends with 0.
-    """
-    error = sys.exc_info()[1]
-    if isinstance(error, OSError):
-        error.filename = error.filename or folder
-        raise error
-    return True
-
-
-def run_command(arguments: Sequence[str]) -> None:
-    """Run the harness's command line; its model is `flexgen` where no argument names one.
-
-    Raises `UsageError` for what the harness refuses.
-    """
-    from lm_eval._cli import HarnessCLI
-    from lm_eval.utils import setup_logging
-
-    register_model()
-    setup_logging()
-    before, sys.argv = sys.argv, ["lm-eval", *arguments]  # the harness reads them there
-    try:
-        command = HarnessCLI()
-        parsed = command.parse_args()
-    finally:
-        sys.argv = before
-    if parsed.command == "run" and parsed.config is None:
-        parsed.model = parsed.model or "flexgen"
-        # The harness hands its own device beside those of the model's arguments, and its default is
-        # a GPU.
-        given = (
-            parsed.model_args.pop("device", None) if isinstance(parsed.model_args, dict) else None
-        )
-        parsed.device = parsed.device or given or "auto"
-        if parsed.model == "flexgen":  # refused before the harness reads its tasks
-            given = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
-            _engine_options(given.get("arguments", {}))
-    refuse = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
-    logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
-    try:
-        command.execute(parsed)
-    except ValueError as error:  # of tasks and settings that the harness does not know
-        raise UsageError(f"lm-evaluation-harness refuses this: {error}") from error
-    except OSError as error:
-        if (missing := _not_downloaded(error)) is None:
-            raise
-        raise UsageError(
-            f"{missing} is not here and could not be downloaded "
-            f"({one_line(error).partition('. ')[0]}); run it once where there is a network, copy "
-            "the Hugging Face cache, and set HF_HUB_OFFLINE=1 (docs/how-to/offline.md)"
-        ) from error
-    except IndexError as error:
-        # Of `choice[0]` in lm_eval/api/task.py, for each choice of a task's first document.
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_locals.get("choice") != "":
-            raise
-        task = frame.f_locals["self"].config.task
-        raise UsageError(
-            f"the first document of {task} has an empty choice, which has no score; correct the "
-            "task's doc_to_choice, or leave that document out"
-        ) from error
-
-
-def _not_downloaded(error: OSError) -> str | None:
-    """Return what a library could not download; None for an error of the system."""
-    if error.errno is not None and not isinstance(error, ConnectionError | FileNotFoundError):
-        return None
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    known = {"/datasets/": "a task's data", "/transformers/": "the model"}
-    return next((what for part, what in known.items() if any(part in file for file in files)), None)
 
 
 class FlexgenLM(TemplateLM):
@@ -244,7 +162,7 @@ class FlexgenLM(TemplateLM):
         super().__init__()
         variables = dict(chat_template_args or {})
         variables |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        options = _engine_options({**arguments, **({} if device is None else {"device": device})})
+        options = engine_options({**arguments, **({} if device is None else {"device": device})})
         if pretrained is None:
             raise UsageError("no model is named; give --model_args pretrained=MODEL")
         if variables:
@@ -265,15 +183,14 @@ class FlexgenLM(TemplateLM):
         self._chat = reader.chat(self._model)
         self._generation_settings = read_generation(self._model)
         self._prefix, self._add_bos = prefix_token_id, add_bos_token
-        self._think_end, end = None, think_end_token
-        known = self._chat.thinking_format and self._chat.thinking_format.marks.end
-        if isinstance(end, int):
-            self._think_end = _ThinkEnd(end, None, self.tokenizer.decode([end]) == known)
-        elif end is not None:
-            ids = self.tokenizer.encode(end, add_special_tokens=False)
-            self._think_end = _ThinkEnd(ids[0] if len(ids) == 1 else None, end, end == known)
+        self._think_end = None
+        if think_end_token is not None:
+            format_ = self._chat.thinking_format
+            self._think_end = _ThinkEnd.of(
+                self.tokenizer, think_end_token, format_.marks.end if format_ else None
+            )
         self._scored: Sequence[Instance] = ()  # whose documents errors name
-        if end is None and self._model.config.thinking_budget is not None:
+        if self._think_end is None and self._model.config.thinking_budget is not None:
             raise UsageError(
                 "thinking_budget needs think_end_token, which says where thinking ends"
             )
@@ -288,6 +205,10 @@ class FlexgenLM(TemplateLM):
     def close(self) -> None:
         """Free the model. Answers are stored by then."""
         self._service.close()
+
+    def use_service(self, service: Service) -> None:
+        """Compute with another service from now on."""
+        self._service = service
 
     def __enter__(self) -> FlexgenLM:
         return self
@@ -449,7 +370,7 @@ class FlexgenLM(TemplateLM):
         for index, pair in enumerate(encoded):
             with _naming(instances[index]) if instances else nullcontext():
                 scoring.append(scoring_request(pair, self.max_length, truncate=True))
-        results = self._answer(scoring)
+        results = self._compute(scoring)
         return [
             read_score(result, len(pair.continuation)) for result, pair in zip(results, encoded)
         ]
@@ -458,26 +379,26 @@ class FlexgenLM(TemplateLM):
         import torch
 
         seed = torch.initial_seed()  # the harness's --seed
-        seen: Counter[str] = Counter()
-        asked = []
+        num_draws: Counter[str] = Counter()
+        generations = []
         for request in requests:
             context, settings = request.args
             # A repeated request of a task draws anew, in every run the same.
-            identity = json.dumps([seed, context, settings], sort_keys=True, default=str)
-            seen[identity] += 1
+            draw_name = json.dumps([seed, context, settings], sort_keys=True, default=str)
+            num_draws[draw_name] += 1
+            seed_text = f"{draw_name}/{num_draws[draw_name]}"
             with _naming(request):
-                asked.append(self._generation(context, settings, f"{identity}/{seen[identity]}"))
-        _say_cut(one.excess for one in asked)
+                generations.append(self._generation(context, settings, seed_text))
+        _say_cut(generation.excess for generation in generations)
+        results = self._compute([generation.request for generation in generations])
         answers = []
-        for instance, one, result in zip(
-            requests, asked, self._answer([one.request for one in asked])
-        ):
-            answers.append(self._text(result.completions[0], one.stops))
-            self.cache_hook.add_partial("generate_until", instance.args, answers[-1])
+        for request, generation, result in zip(requests, generations, results):
+            answers.append(self._answer_text(result.completions[0], generation.stops))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
-    def _generation(self, context: str, settings: Mapping[str, Any], draw: str) -> _Generation:
-        """Return the request for an answer. draw: what random draws depend on."""
+    def _generation(self, context: str, settings: Mapping[str, Any], seed_text: str) -> _Generation:
+        """Return the request for an answer. seed_text: what random draws depend on."""
         known: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         is_sampled = bool(known["do_sample"])
         from_file = self._generation_settings
@@ -516,7 +437,7 @@ class FlexgenLM(TemplateLM):
             max_tokens=known["max_gen_toks"],
             temperature=float(known.get("temperature") or 0.0) if is_sampled else 0.0,
             top_p=float(known.get("top_p") or from_file.top_p) if is_sampled else 1.0,
-            seed=int.from_bytes(hashlib.sha256(draw.encode()).digest()[:4], "big")
+            seed=int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:4], "big")
             if is_sampled
             else 0,
             stop=tuple(while_drawing),
@@ -524,7 +445,7 @@ class FlexgenLM(TemplateLM):
         )
         return _Generation(request, stops, len(ids) - room)
 
-    def _text(self, completion: Completion, stops: list[str]) -> str:
+    def _answer_text(self, completion: Completion, stops: list[str]) -> str:
         """Return the answer: behind thinking, before the first stop string."""
         ids, end = list(completion.token_ids), self._think_end
         if end is None or end.id not in ids:
@@ -539,11 +460,11 @@ class FlexgenLM(TemplateLM):
             postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None)
         )
 
-    def _answer(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+    def _compute(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Compute requests as one block. Raises the first error of a request, after all others are
         stored.
         """
-        self._service.resume()  # a notebook goes on behind Ctrl-C
+        self._service.resume()  # after Ctrl-C a notebook may go on
         keyed = [KeyedRequest(request, request_key(request)) for request in requests]
         with self._service.submit(self._model, keyed):
             results = [self._service.respond(self._model, request).result for request in keyed]
@@ -555,200 +476,7 @@ class FlexgenLM(TemplateLM):
         return results
 
 
-class _Recorded(FlexgenLM):
-    """Answers as the harness has logged them; known: those to each request of a document, by task
-    and document.
-    """
-
-    known: Mapping[tuple[Any, Any], Sequence[Sequence[Any]]] = {}
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Any]:
-        given: Counter[int] = Counter()
-        answers = []
-        for request in requests:  # a repeated one is the same object
-            try:
-                answers.append(
-                    self.known[request.task_name, request.doc_id][request.idx][given[id(request)]]
-                )
-            except LookupError:
-                raise FlexgenError(
-                    f"{request.task_name}, document {request.doc_id} has no answer"
-                ) from None
-            given[id(request)] += 1
-        return answers
-
-    loglikelihood_rolling = generate_until = loglikelihood
-
-
-def _requests(line: Mapping[str, Any]) -> tuple[list[tuple[Any, ...]], str, Any]:
-    """Return the requests of a logged document, their kind, and the answers."""
-    requests = [tuple(arguments.values()) for arguments in line["arguments"].values()]
-    if isinstance(requests[0][-1], dict):
-        return requests, "generate_until", line["resps"]
-    # The harness writes numbers, true and false as texts.
-    values = json.loads(json.dumps(line["resps"]).replace('"', "").lower())
-    return requests, "loglikelihood" if len(requests[0]) > 1 else "loglikelihood_rolling", values
-
-
-def _evaluate_again(
-    content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]
-) -> Any:
-    """Return what the harness makes of logged answers: prompts, filters, metrics of documents, and
-    results.
-    """
-    from lm_eval.evaluator import evaluate
-    from lm_eval.tasks import TaskManager
-
-    config, groups = content["config"], content["group_subtasks"]
-    here = {
-        "pretrained": model.path,
-        "revision": model.revision,
-        "_service": Service(EngineLoader()),
-    }
-    lm = _Recorded(**{**config["model_args"], **here})
-    lm.known = {
-        (task, line["doc_id"]): _requests(line)[2]
-        for task, of_task in lines.items()
-        for line in of_task
-    }
-    sources = {
-        Path(of["metadata"].get("config_source") or "/none/x").parent
-        for of in content["configs"].values()
-    }
-    manager = TaskManager(
-        include_path=[path for path in sources if path.is_dir()], metadata=config["model_args"]
-    )
-    random.seed(config["random_seed"])
-    np.random.seed(config["numpy_seed"])
-    below = {name for names in groups.values() for name in names}
-    loaded = manager.load([name for name in {**groups, **content["configs"]} if name not in below])
-    for name, task in loaded["tasks"].items():
-        if config["gen_kwargs"] and task.get_config("output_type") == "generate_until":
-            task.set_config(key="generation_kwargs", value=config["gen_kwargs"], update=True)
-        task.set_config(key="num_fewshot", value=content["n-shot"][name])
-        task.set_fewshot_seed(seed=config["fewshot_seed"])
-    return evaluate(
-        lm,
-        loaded,
-        limit=config["limit"],
-        bootstrap_iters=config["bootstrap_iters"],
-        system_instruction=content.get("system_instruction"),
-        apply_chat_template=bool(content.get("chat_template")),
-        fewshot_as_multiturn=bool(content.get("fewshot_as_multiturn")),
-    )
-
-
-def _check(
-    content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]
-) -> ScoreCheck:
-    """Compare results, and the lines of documents, with what the harness makes of the answers."""
-    found = ScoreCheck()
-    try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            made = _evaluate_again(content, model, lines)
-    except FlexgenError as error:
-        return ScoreCheck([str(error)])
-    except Exception as error:  # of any task whose definition or data is not here
-        found.not_checked(
-            f"scores, questions and right answers of {', '.join(content['configs'])}", error
-        )
-        return found
-    made = json.loads(json.dumps(made, default=handle_non_serializable))
-    for name, old in content["results"].items():
-        found.differences += disagreements(name, old, made["results"].get(name), _SCORE_TOLERANCE)
-    for task, of_task in lines.items():
-        for line in made["samples"][task]:
-            line |= {
-                "target": str(line["target"]),
-                "filtered_resps": sanitize_list(line["filtered_resps"]),
-            }
-        of_file = [{**line, "arguments": _requests(line)[0]} for line in of_task]
-        old, new = (
-            {
-                f"document {line['doc_id']}, filter {line['filter']}": {**line, "resps": ()}
-                for line in some
-            }
-            for some in (of_file, made["samples"][task])
-        )
-        for name in {**new, **old}:
-            found.differences += disagreements(
-                f"{task}, {name}", old.get(name), new.get(name), _SCORE_TOLERANCE
-            )
-        if len(of_task) > len(old):
-            found.differences.append(
-                f"{task} has {len(of_task) - len(old):,} documents more than once"
-            )
-    return found
-
-
-def recorded_answers(results: Path) -> Recorded:
-    """Return the documents that the harness has written beside its results, with the answers to
-    their requests.
-
-    A document is there once for each filter of its task.
-    """
-    content = read_object(results)
-    config = content.get("config", {})
-    record = config.get("flexgen_run", {})
-    models: list[FlexgenLM] = []
-    made: dict[str, dict[Any, int]] = defaultdict(dict)
-
-    def recorded(task: str, line: Any) -> RecordedAnswer:
-        requests, kind, values = _requests(line)
-        # How often a request was made for other documents: its draws are behind theirs.
-        counts = []
-        for request, answers in zip(requests, line["resps"], strict=True):
-            documents = made[json.dumps(request, sort_keys=True)]
-            counts.append(
-                documents.setdefault((task, line["doc_id"]), len(documents) * len(answers))
-            )
-
-        def recompute(service: Service, model: ModelArguments) -> list[Any]:
-            import torch
-
-            if not models:
-                here = {"pretrained": model.path, "revision": model.revision, "_service": service}
-                models.append(FlexgenLM(**{**config["model_args"], **here}))
-            models[0]._service = service
-            torch.manual_seed(record["seed"])
-            compute = getattr(models[0], kind)
-            of = (task, line["doc_id"], 1)
-            instances = [Instance(kind, line["doc"], request, 0, of) for request in requests]  # type: ignore[arg-type]
-            return [
-                compute([instance] * (count + len(answers)))[count:]
-                for instance, answers, count in zip(instances, line["resps"], counts)
-            ]
-
-        name = f"{task}, document {line['doc_id']}"
-        return RecordedAnswer(name, values, recompute, has_sums=kind != "generate_until")
-
-    @cache
-    def logged() -> dict[str, list[Any]]:
-        end = f"{results.stem.rpartition('_')[2]}.jsonl"
-        files = {
-            task: results.with_name(f"samples_{task}_{end}").read_bytes()
-            for task in content["configs"]
-        }
-        return {
-            task: [json.loads(line) for line in lines.splitlines()] for task, lines in files.items()
-        }
-
-    def read() -> list[RecordedAnswer]:
-        return [
-            recorded(task, line) for task, lines in logged().items() for line in lines
-            if line["filter"] == lines[0]["filter"]
-        ]  # fmt: skip
-
-    return Recorded(
-        results,
-        "lm-eval --log_samples",
-        record,
-        read,
-        lambda model: _check(content, model, logged()),
-    )
-
-
-def _engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
+def engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
     """Return the options of model arguments. Raises `UsageError` for one that is not known."""
     flags: dict[str, Any] = {}
     options: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 body. No torch.
 
     parse_body(url, body)                    check every field; what is not known is refused by name
-    to_requests(asked, encoder, chat, …)     prompts and messages as ids, one request a prompt
+    to_requests(asked, reader, model, …)     prompts and messages as ids, one request a prompt
     to_body(asked, prompts, results, …)      choices with text or message, log-probabilities, usage
 
 What makes an answer random is in the request alone: `seed`, or where it is left out a text that the
@@ -33,8 +33,7 @@ from flexgen_helm.request import (
 from flexgen_helm.service.service import KeyedRequest, request_key
 
 if TYPE_CHECKING:
-    from flexgen_helm.service.models import PromptEncoder
-    from flexgen_helm.tokenizer.chat import ChatFormat
+    from flexgen_helm.service.models import ModelArguments, ModelReader
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -253,25 +252,21 @@ def _drop_neutral(given: Json, known: Sequence[str], neutral: _Values, url: str)
 
 
 def to_requests(
-    asked: RequestBody,
-    encoder: PromptEncoder,
-    chat: ChatFormat | None,
-    max_positions: int,
-    unseeded: str,
+    asked: RequestBody, reader: ModelReader, model: ModelArguments, seed_text: str
 ) -> list[EncodedPrompt]:
-    """Return the prompts of a body, encoded.
+    """Return the prompts of a body, encoded for a model.
 
-    chat: renders messages; needed for a chat only. unseeded: what random draws depend on where no
-        seed is given.
+    seed_text: what random draws depend on where no seed is given.
     Raises `RequestError` for a text that cannot be encoded, and messages that the template refuses.
     """
     encoded = []
-    wanted = asked.max_completion_tokens if isinstance(asked, ChatBody) else None
-    wanted = asked.max_tokens if wanted is None else wanted
+    encoder, max_positions = reader.encoder(model), reader.facts(model).max_positions
+    chat = reader.chat(model) if isinstance(asked, ChatBody) else None
+    max_tokens = asked.max_completion_tokens if isinstance(asked, ChatBody) else None
+    max_tokens = asked.max_tokens if max_tokens is None else max_tokens
     for index, prompt in enumerate(asked.prompts):
         thinking = None
-        if isinstance(asked, ChatBody):
-            assert chat is not None
+        if chat is not None:
             text = chat.render_messages(prompt)
             ids, thinking = encoder.encode(text), chat.thinking(text)
             fed = (*encoder.context_tokens(ids), *ids)
@@ -283,10 +278,10 @@ def to_requests(
             fed = ids
         request = GenerationRequest(
             prompt_token_ids=fed,
-            max_tokens=max(1, max_positions - len(fed)) if wanted is None else wanted,
+            max_tokens=max(1, max_positions - len(fed)) if max_tokens is None else max_tokens,
             temperature=asked.temperature,
             top_p=asked.top_p,
-            seed=_seed(asked, f"{unseeded}/{index}"),
+            seed=_seed(asked, f"{seed_text}/{index}"),
             stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
             n=asked.n,
             echo_logprobs=isinstance(asked, CompletionBody)
@@ -304,13 +299,13 @@ def to_requests(
     return encoded
 
 
-def _seed(asked: RequestBody, unseeded: str) -> int:
+def _seed(asked: RequestBody, seed_text: str) -> int:
     if not asked.temperature:
         return 0
     if asked.seed is not None:
         return asked.seed
     return int.from_bytes(
-        hashlib.sha256(unseeded.encode("utf-8", "surrogatepass")).digest()[:4], "big"
+        hashlib.sha256(seed_text.encode("utf-8", "surrogatepass")).digest()[:4], "big"
     )
 
 

@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,7 +42,6 @@ from flexgen_helm.files import size
 from flexgen_helm.harnesses.openai_formats import (
     ENDPOINTS,
     ApiError,
-    ChatBody,
     EncodedPrompt,
     Json,
     RequestBody,
@@ -59,13 +57,12 @@ from flexgen_helm.request import GenerationResult
 from flexgen_helm.service.models import ModelArguments, ModelReader
 from flexgen_helm.service.service import Service
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
 MAX_BODY_BYTES = 16 * 2**20
 # of a longer body that are read, so that its client reads why it is refused
 MAX_DISCARDED_BYTES = 64 * 2**20
-MAX_COMPLETIONS = 20_000  # of one request: prompts times n
+MAX_COMPLETIONS_PER_CALL = 20_000  # prompts times n
 _GRACE_S = 2.0  # for answers that are on their way when the server is stopped
 _STOPPING = (
     "the server is being stopped; finished answers are stored, and the same request to the next "
@@ -96,8 +93,8 @@ class OpenAIServer:
         service: Service,
         reader: ModelReader,
         model: ServedModel,
-        key: str | None = None,
-        tell: Callable[[str], None] = _log.info,
+        key: str | None,
+        tell: Callable[[str], None],
     ) -> None:
         self._service, self._reader, self._model = service, reader, model
         self._key, self._tell = key, tell
@@ -188,21 +185,23 @@ class OpenAIServer:
 
     async def _complete(self, request: Request) -> Response:
         content = await self._read(request)
-        asked, identity = await self._in_thread(_parse, request.url.path, content)
+        asked, draw_digest = await self._in_thread(_parse, request.url.path, content)
         del content
         self._check_model(asked.model)
         count = len(asked.prompts) * asked.n
-        if count > MAX_COMPLETIONS:
+        if count > MAX_COMPLETIONS_PER_CALL:
             raise ApiError(
-                f"the request asks for {count:,} completions; at most {MAX_COMPLETIONS:,} are "
-                "allowed",
+                f"the request asks for {count:,} completions; at most "
+                f"{MAX_COMPLETIONS_PER_CALL:,} are allowed",
                 "n",
             )
-        unseeded = ""
-        if identity is not None:
-            self._draws[identity] += 1
-            unseeded = f"{identity.hex()}/{self._draws[identity]}"
-        prompts = await self._in_thread(self._encode, asked, unseeded)
+        seed_text = ""
+        if draw_digest is not None:
+            self._draws[draw_digest] += 1
+            seed_text = f"{draw_digest.hex()}/{self._draws[draw_digest]}"
+        prompts = await self._in_thread(
+            to_requests, asked, self._reader, self._model.arguments, seed_text
+        )
         results = await self._results(prompts)
         return await self._in_thread(self._respond, asked, prompts, results)
 
@@ -210,13 +209,6 @@ class OpenAIServer:
         self, function: Callable[[Unpack[_Arguments]], _T], *arguments: *_Arguments
     ) -> _T:
         return await to_thread.run_sync(function, *arguments, limiter=self._limiter)
-
-    def _encode(self, asked: RequestBody, unseeded: str) -> list[EncodedPrompt]:
-        model, reader = self._model.arguments, self._reader
-        chat = reader.chat(model) if isinstance(asked, ChatBody) else None
-        return to_requests(
-            asked, reader.encoder(model), chat, reader.facts(model).max_positions, unseeded
-        )
 
     async def _results(self, prompts: Sequence[EncodedPrompt]) -> list[GenerationResult]:
         """Wait for the results of a request; all of them are computed, whether or not somebody
@@ -256,10 +248,9 @@ class OpenAIServer:
         results: Sequence[GenerationResult],
     ) -> Response:
         tokenizer = self._reader.encoder(self._model.arguments).tokenizer
-        identity = hashlib.sha256(
-            "".join(prompt.request.key for prompt in prompts).encode()
-        ).hexdigest()[:24]
-        head = {"id": identity, "created": int(time.time()), "model": self._model.name}
+        keys = "".join(prompt.request.key for prompt in prompts)
+        response_id = hashlib.sha256(keys.encode()).hexdigest()[:24]
+        head = {"id": response_id, "created": int(time.time()), "model": self._model.name}
         body = to_body(asked, prompts, results, tokenizer, head)
         self.num_answered += 1
         if not asked.stream:

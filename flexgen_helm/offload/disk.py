@@ -191,13 +191,8 @@ class OffloadDirectory:
                 self.run, self._held = self._lock_new_run()
                 self.run.mkdir()
         except OSError as error:
-            advice = (
-                ""
-                if error.errno in (errno.EMFILE, errno.ENFILE)
-                else "; name another with --offload-dir"
-            )
             raise OffloadError(
-                f"the offload directory {folder} cannot be used: {error.strerror}{advice}"
+                f"the offload directory {folder} cannot be used: {error.strerror}"
             ) from error
 
     def scratch(self, name: str, size: int) -> DirectFile:

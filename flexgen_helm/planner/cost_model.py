@@ -244,11 +244,7 @@ class _PassCost:
         attention.
         """
         problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
-        processor, work, cache = (
-            hardware.compute_processor,
-            problem.compute_bytes,
-            problem.precision.cache,
-        )
+        processor, work = hardware.compute_processor, problem.compute_bytes
         sequences, batches = self.sequences, self.batches
         rate = problem.product_flops
         batch_rows = self.tokens / batches
@@ -289,21 +285,7 @@ class _PassCost:
         products = max(layers_s + head_s, reading_s)
         products += steps * processor.step_s + config.num_layers * between_s
 
-        attention, host_attention = affine(), affine()
-        if self.prefill:
-            operations = config.attention_flops(1, 1) * sequences * problem.attention_pairs
-            attention[ONE] = operations / processor.attention_flops
-            if cache is not None and cache.is_quantized:
-                attention[ONE] += problem.kv_elements * self.tokens / processor.quantize_elements_s
-        else:
-            for tier in TIERS:
-                on_host = tier in problem.host_attention_tiers
-                form, device = (host_attention, hardware.cpu) if on_host else (attention, processor)
-                form[CACHE[tier]] += self.attended_elements * work / device.attention_bytes_s
-            if cache is not None and cache.is_quantized:
-                attention[ONE] += (
-                    self.attended_elements * cache.fetched_share / processor.dequantize_elements_s
-                )
+        attention, host_attention = self._attention_seconds()
         slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
         # What was learnt may raise rates that a busy machine has shown, but no product is faster
         # than the fastest.
@@ -316,6 +298,26 @@ class _PassCost:
         }
         forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
+
+    def _attention_seconds(self) -> tuple[Affine, Affine]:
+        """Return the seconds of attention on the compute device, and on a host beside it."""
+        problem, cache, hardware = self.problem, self.problem.precision.cache, self.problem.hardware
+        processor, attention, host_attention = hardware.compute_processor, affine(), affine()
+        if self.prefill:
+            operations = problem.config.attention_flops(1, 1) * self.sequences
+            attention[ONE] = operations * problem.attention_pairs / processor.attention_flops
+            if cache is not None and cache.is_quantized:
+                attention[ONE] += problem.kv_elements * self.tokens / processor.quantize_elements_s
+            return attention, host_attention
+        attended_bytes = self.attended_elements * problem.compute_bytes
+        for tier in TIERS:
+            on_host = tier in problem.host_attention_tiers
+            form, device = (host_attention, hardware.cpu) if on_host else (attention, processor)
+            form[CACHE[tier]] += attended_bytes / device.attention_bytes_s
+        if cache is not None and cache.is_quantized:
+            fetched = self.attended_elements * cache.fetched_share
+            attention[ONE] += fetched / processor.dequantize_elements_s
+        return attention, host_attention
 
     def _conversion_and_reading(
         self, elements: float, fmt: StoredFormat | None, products: float

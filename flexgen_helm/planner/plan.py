@@ -21,6 +21,7 @@ from flexgen_helm.planner.problem import PlanningProblem, fractions_by_kind
 from flexgen_helm.planner.schedules import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Schedule
 from flexgen_helm.planner.search import Solution, search, shortage
 from flexgen_helm.planner.workload import Workload
+from flexgen_helm.progress import KEEP_EVERY_S, KEEP_STATES_EVERY_S
 from flexgen_helm.quant.precisions import Precision, precision_named
 from flexgen_helm.request import MemoryLimits
 from flexgen_helm.tiers import TIERS, Tier
@@ -206,6 +207,20 @@ class Plan:
     def expected(self) -> Expectation:
         seconds = self.solution.prediction.latency_s
         return Expectation(seconds, *self.spread.of_time(seconds))
+
+    @property
+    def stop_s(self) -> float:
+        """Most seconds of computing that a stop costs: drawn tokens wait to be written, then the
+        prompts of a block are computed again with what was drawn, and a pass.
+        """
+        prediction, workload = self.solution.prediction, self.problem.workload
+        num_decoded = max(0.0, workload.output - 1)
+        recomputed_prefill_s = prediction.prefill_s * (1 + num_decoded / workload.prompt)
+        one_decode_pass_s = prediction.decode_s / max(1.0, num_decoded)
+        if self.solution.schedule.is_single_pass:  # its hidden states are kept after a layer
+            one_layer_s = recomputed_prefill_s / self.problem.config.num_layers
+            recomputed_prefill_s = min(recomputed_prefill_s, KEEP_STATES_EVERY_S + one_layer_s)
+        return KEEP_EVERY_S + recomputed_prefill_s + one_decode_pass_s
 
     @cached_property
     def block(self) -> dict[str, dict[str, float]]:

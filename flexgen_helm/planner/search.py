@@ -103,6 +103,11 @@ class Solution:
     schedule: Schedule
     prediction: CostEstimate
 
+    @property
+    def reading_s(self) -> float:
+        """Seconds of reading for a block, hidden or not."""
+        return sum(phase[name] for phase in self.prediction.seconds.values() for name in _READS)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -116,6 +121,13 @@ class Candidate:
     keeps_weights: bool
     fractions: Affine
     seconds_per_sequence: float
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds of reading for a block, hidden or not."""
+        costs = self.costs
+        forms = (costs.prefill[name] + costs.decode_passes * costs.decode[name] for name in _READS)
+        return float(sum(forms) @ self.fractions)
 
 
 def search(
@@ -150,7 +162,7 @@ def search(
                 if found.prediction.tokens_per_s >= fastest * (1 - _ALIKE)
             ),
             key=lambda found: (
-                _rank(_workload_reads(problem, found)),
+                _rank(_reads(problem, found.reading_s, found.policy.block_size)),
                 -_rank(found.prediction.tokens_per_s),
                 not found.schedule.is_single_pass,
                 found.policy.block_size,
@@ -165,17 +177,13 @@ def search(
     )
 
 
-def _workload_reads(problem: PlanningProblem, found: Solution) -> float:
-    """Return the seconds of reading, hidden or not, for the workload, or for each sequence of an
-    endless one.
+def _reads(problem: PlanningProblem, block_s: float, block: float) -> float:
+    """Return the seconds of reading for the workload, or for each sequence of an endless one.
+
+    block_s: for a block of `block` sequences.
     """
-    block_s = sum(phase[name] for phase in found.prediction.seconds.values() for name in _READS)
-    block = found.policy.block_size
-    return (
-        block_s / block
-        if problem.endless
-        else block_s * -(-problem.workload.num_sequences // block)
-    )
+    blocks = 1 / block if problem.endless else -(-problem.workload.num_sequences // block)
+    return block_s * blocks
 
 
 def _is_late(prediction: CostEstimate, max_latency: float | None) -> bool:
@@ -209,7 +217,9 @@ def _candidates(
     def preference(found: Candidate) -> tuple[float, ...]:
         shape, seconds = found.costs.shape, found.seconds_per_sequence
         read = (
-            found.fractions[WEIGHTS["disk"]] if problem.places_experts else _sequence_reads(found)
+            found.fractions[WEIGHTS["disk"]]
+            if problem.places_experts
+            else _reads(problem, found.reading_s, found.costs.sequences)
         )
         return (
             max(alike, seconds),
@@ -220,13 +230,6 @@ def _candidates(
         )
 
     return sorted(solved, key=preference)
-
-
-def _sequence_reads(found: Candidate) -> float:
-    """Return the seconds of reading, hidden or not, for each sequence of a block."""
-    costs = found.costs
-    forms = (costs.prefill[name] + costs.decode_passes * costs.decode[name] for name in _READS)
-    return float(sum(forms) @ found.fractions) / costs.sequences
 
 
 def _rank(value: float) -> float:

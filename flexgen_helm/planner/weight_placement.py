@@ -36,7 +36,7 @@ from flexgen_helm.planner.placement import (
 )
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.quant.precisions import Precision
-from flexgen_helm.tiers import COPIES_SHARE, TIERS, UNLIMITED, Fractions, Tier, limit_flag
+from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, UNLIMITED, Fractions, Tier, limit_flag
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
 # host.
@@ -97,62 +97,64 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     Raises `MemoryLimitError` with the missing bytes if the weights with their staging ring exceed a
     tier.
     """
-    has_gpu, limits, compute_tier = machine.has_gpu, machine.limits, machine.compute_tier
-    sizes, compute_bytes = model.matrices, machine.compute_bytes
-    vector_bytes = model.vector_bytes(compute_bytes)
-    total = model.matrix_bytes
-    copies_fit = keeps_copies(model, machine)
-    staging = staging_sizes(model, limits[compute_tier])
-    on_compute_tier: Fractions = {tier: float(tier == compute_tier) for tier in TIERS}
-    everything = dict.fromkeys(sizes, compute_tier)
-    resident = Placement(
-        model, machine, everything, on_compute_tier, on_compute_tier, 0, copies_fit
-    )
-    left = limits[compute_tier] - total - vector_bytes
+    left = _left_beside_all(model, machine)
+    on_compute_tier: Fractions = {tier: float(tier == machine.compute_tier) for tier in TIERS}
+    resident = _placed(model, machine, *[on_compute_tier] * 3)
     if policy is not None:
-        placed = choose_tiers(sizes, tier_fractions(policy, "weights", has_gpu))
-        cache, activations = (
-            tier_fractions(policy, kind, has_gpu) for kind in ("cache", "activations")
+        plan = _placed(
+            model, machine, *(tier_fractions(policy, kind, machine.has_gpu) for kind in KINDS)
         )
-        used = staging.used(placed, compute_tier)
-        plan = Placement(
-            model,
-            machine,
-            placed,
-            cache,
-            activations,
-            used.ring,
-            copies_fit and not used.num_bytes,
-            used.experts,
-        )
-    elif left >= least_run_bytes(model, compute_bytes):
+    elif left >= least_run_bytes(model, machine.compute_bytes):
         return resident
     else:
         in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
-        placed = choose_tiers(sizes, _rule_of_thumb(model, machine))
-        used = staging.used(placed, compute_tier)
-        plan = Placement(
-            model, machine, placed, in_host_memory, on_compute_tier, used.ring, False, used.experts
-        )
-    needed = {
-        tier: sum(sizes[name] for name, at in plan.weights.items() if at == tier) for tier in TIERS
-    }
+        weights = _rule_of_thumb(model, machine)
+        plan = _placed(model, machine, weights, in_host_memory, on_compute_tier)
+    weight_bytes = {tier: sum(plan.bytes_on(tier).values()) for tier in TIERS}
     if plan.compute_copies:  # all weights are resident
-        needed[compute_tier] = model.num_values * compute_bytes
-    needed[compute_tier] += vector_bytes + plan.all_staging_bytes
-    if needed["disk"]:
-        needed["cpu"] += loader_buffer_bytes(model, has_gpu)
-    for tier in TIERS:
-        if needed[tier] > limits[tier]:
-            if policy is None and left >= 0:
-                # it leaves little room for a run, but the weights cannot be streamed either
-                return resident
-            raise MemoryLimitError(
-                f"the {tier} tier is limited to {exact_size(limits[tier])}, and the weights with "
-                f"their staging need {exact_size(needed[tier] - limits[tier])} more there: raise "
-                f"{limit_flag(tier)}"
-            )
+        weight_bytes[machine.compute_tier] = model.num_values * machine.compute_bytes
+    missing = _missing(model, machine, weight_bytes, plan.all_staging_bytes)
+    if missing and policy is None and left >= 0:
+        # it leaves little room for a run, but the weights cannot be streamed either
+        return resident
+    for tier, num_bytes in missing.items():
+        raise MemoryLimitError(
+            f"the {tier} tier is limited to {exact_size(machine.limits[tier])}, and the weights "
+            f"with their staging need {exact_size(num_bytes)} more there: raise {limit_flag(tier)}"
+        )
     return plan
+
+
+def _placed(
+    model: StorageSizes,
+    machine: Machine,
+    weights: Fractions,
+    cache: Fractions,
+    activations: Fractions,
+) -> Placement:
+    """Place whole matrices by these fractions."""
+    placed = choose_tiers(model.matrices, weights)
+    used = staging_sizes(model, machine.compute_limit).used(placed, machine.compute_tier)
+    copies = not used.num_bytes and keeps_copies(model, machine)
+    return Placement(model, machine, placed, cache, activations, used.ring, copies, used.experts)
+
+
+def _left_beside_all(model: StorageSizes, machine: Machine) -> int:
+    """Return what all weights leave free of the compute tier; negative where they have no room."""
+    beside = model.vector_bytes(machine.compute_bytes)
+    return machine.compute_limit - model.matrix_bytes - beside
+
+
+def _missing(
+    model: StorageSizes, machine: Machine, weight_bytes: Mapping[Tier, int], staging_bytes: int
+) -> dict[Tier, int]:
+    """Return the bytes that tiers lack for matrices, vectors, and what loading takes."""
+    needed = dict(weight_bytes)
+    needed[machine.compute_tier] += model.vector_bytes(machine.compute_bytes) + staging_bytes
+    if needed["disk"]:
+        needed["cpu"] += loader_buffer_bytes(model, machine.has_gpu)
+    limits = machine.limits
+    return {tier: needed[tier] - limits[tier] for tier in TIERS if needed[tier] > limits[tier]}
 
 
 def _rule_of_thumb(model: StorageSizes, machine: Machine) -> Fractions:
@@ -319,23 +321,15 @@ def _offloaded_bytes(
     compute_tier: Tier = "gpu" if gpu else "cpu"
     model = storage_sizes(config, precision)
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": UNLIMITED}
-    machine, total = (
-        Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier]),
-        model.matrix_bytes,
-    )
-    vector_bytes = model.vector_bytes(machine.compute_bytes)
+    machine = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier])
+    nothing: dict[Tier, int] = {"cpu": 0, "disk": 0}
     # As `place_weights` decides, to a matrix; most models end here.
-    left = machine.compute_limit - total - vector_bytes
+    left = _left_beside_all(model, machine)
     if left >= least_run_bytes(model, machine.compute_bytes):
-        return {"cpu": 0, "disk": 0}
-    needed = {tier: int(share * total) for tier, share in _rule_of_thumb(model, machine).items()}
-    offloaded: dict[Tier, int] = {
-        "cpu": needed["cpu"] if machine.has_gpu else 0,
-        "disk": needed["disk"],
-    }
-    needed[compute_tier] += vector_bytes + staging_sizes(model, machine.compute_limit).num_bytes
-    if needed["disk"]:
-        needed["cpu"] += loader_buffer_bytes(model, machine.has_gpu)
-    if all(needed[tier] <= limits[tier] for tier in TIERS):
-        return offloaded
-    return {"cpu": 0, "disk": 0} if left >= 0 else None
+        return nothing
+    shares = _rule_of_thumb(model, machine)
+    weight_bytes = {tier: int(share * model.matrix_bytes) for tier, share in shares.items()}
+    staging = staging_sizes(model, machine.compute_limit).num_bytes
+    if _missing(model, machine, weight_bytes, staging):
+        return nothing if left >= 0 else None
+    return {"cpu": weight_bytes["cpu"] if machine.has_gpu else 0, "disk": weight_bytes["disk"]}

@@ -129,15 +129,7 @@ def to_generation_request(
     chat: renders messages and, where it applies, plain prompts; None where the request can need
         neither.
     """
-    try:
-        request.validate()
-    except ValueError as error:
-        raise NonRetriableException(str(error)) from error
-    for name in _UNSUPPORTED.split():
-        if getattr(request, name):
-            raise NonRetriableException(
-                f"flexgen models are plain text models: {name} is not supported"
-            )
+    _require_supported(request)
     if chat is not None and not (request.messages or (chat.applied and may_be_rendered(request))):
         chat = None
     try:
@@ -169,15 +161,7 @@ def to_generation_request(
         echo_logprobs=request.echo_prompt,
         thinking=chat.thinking(text) if chat is not None and request.max_tokens else None,
     )
-    try:
-        generation.validate()
-        if not 1 <= request.num_completions <= MAX_COMPLETIONS:
-            raise RequestError(
-                f"num_completions is {request.num_completions}; it must be 1 or more and at most "
-                f"{MAX_COMPLETIONS:,}"
-            )
-    except RequestError as error:
-        raise NonRetriableException(str(error)) from error
+    _require_valid(generation, request.num_completions)
     return HelmRequest(
         request=generation,
         key=request_key(generation, chat.identity if chat is not None else None),
@@ -185,6 +169,30 @@ def to_generation_request(
         num_copies=request.num_completions if greedy else 1,
         is_clipped=max_tokens < request.max_tokens,
     )
+
+
+def _require_supported(request: Request) -> None:
+    try:
+        request.validate()
+    except ValueError as error:
+        raise NonRetriableException(str(error)) from error
+    for name in _UNSUPPORTED.split():
+        if getattr(request, name):
+            raise NonRetriableException(
+                f"flexgen models are plain text models: {name} is not supported"
+            )
+
+
+def _require_valid(generation: GenerationRequest, num_completions: int) -> None:
+    try:
+        generation.validate()
+        if not 1 <= num_completions <= MAX_COMPLETIONS:
+            raise RequestError(
+                f"num_completions is {num_completions}; it must be 1 or more and at most "
+                f"{MAX_COMPLETIONS:,}"
+            )
+    except RequestError as error:
+        raise NonRetriableException(str(error)) from error
 
 
 def _prompt(

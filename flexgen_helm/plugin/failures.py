@@ -54,8 +54,8 @@ def explain_failure(error: Exception, data: Path | None) -> str:
     folder = data if file is None or file.is_relative_to(data) else file.parent
     return (
         f"the scenario's data could not be downloaded{address} ({cause}). Copy it into {folder} "
-        "from a machine that has it (docs/how-to/offline.md), or go where there is a network; the "
-        "same command then runs what is missing."
+        "from a machine that has it, or go where there is a network; the same command then runs "
+        "what is missing."
     )
 
 
@@ -77,7 +77,7 @@ def explain_entry(error: Exception, run_entry: str) -> str:
     address, file = wanted
     return (
         f"HELM makes no run of {run_entry} without {address}, which could not be downloaded "
-        f"({cause}). Copy it to {file} from a machine that has it (docs/how-to/offline.md), leave "
+        f"({cause}). Copy it to {file} from a machine that has it, leave "
         "the entry out, or go where there is a network."
     )
 

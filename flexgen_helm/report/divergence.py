@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flexgen_helm.files import count
 from flexgen_helm.report.paired import Interval, RatioOfSums, Vector
+from flexgen_helm.terminal import table_text
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,17 @@ class Divergence:
     layers: tuple[float, ...] | None = None
 
 
+def perplexity_of(logprobs: Vector) -> float:
+    """Return the perplexity of tokens; infinite where no float holds it."""
+    mean_loss = -math.fsum(logprobs) / len(logprobs)
+    return math.exp(mean_loss) if mean_loss < 709 else math.inf
+
+
 def divergence_between(
     baseline: str, precision: str, scored: ScoredTokens, layers: tuple[float, ...] | None = None
 ) -> Divergence:
     """Summarize what was scored; baseline, precision: their names. layers: as of `Divergence`."""
-    count, changes = len(scored.documents), scored.baseline - scored.logprobs
+    changes = scored.baseline - scored.logprobs
     loss = _by_document(changes, scored.documents)
     with np.errstate(over="ignore"):  # infinite where a float cannot hold it
         interval = (
@@ -88,10 +96,10 @@ def divergence_between(
         return Divergence(
             baseline,
             precision,
-            count,
+            len(scored.documents),
             len(loss.changes),
-            float(np.exp(-math.fsum(scored.baseline) / count)),
-            float(np.exp(-math.fsum(scored.logprobs) / count)),
+            perplexity_of(scored.baseline),
+            perplexity_of(scored.logprobs),
             float(np.exp(loss.value)),
             interval,
             float(scored.same_top.mean()),
@@ -119,3 +127,45 @@ def _by_document(values: Vector, documents: NDArray[np.int64]) -> RatioOfSums:
 
 def _interval(mean: RatioOfSums) -> Interval | None:
     return mean.interval() if len(mean.changes) > 1 else None
+
+
+def divergence_text(divergence: Divergence, entry: str = "") -> str:
+    """Return a divergence as text for people; entry: the run entry that was compared, "" for a
+    text.
+    """
+    row = "  {:22}{:>9}  {:>21}{:>11}{:>11}{:>11}".format
+
+    def statistics_row(title: str, stats: TokenStatistics) -> str:
+        interval = (
+            "" if stats.interval is None else f"{stats.interval[0]:.6f} … {stats.interval[1]:.6f}"
+        )
+        mean, *quantiles = (
+            f"{value:.6f}" for value in (stats.mean, stats.median, stats.p99, stats.largest)
+        )
+        return row(title, mean, interval, *quantiles)
+
+    lines = [
+        f"{entry + ': ' if entry else ''}{divergence.precision} against {divergence.baseline}: "
+        f"{count(divergence.tokens, 'token')} in "
+        f"{count(divergence.documents, 'instance' if entry else 'window')}",
+        f"  perplexity {divergence.perplexity:.4f}, {divergence.ratio:.4f} times "
+        f"{divergence.baseline_perplexity:.4f}"
+        + (
+            ""
+            if divergence.interval is None
+            else f" (95 %: {divergence.interval[0]:.4f} to {divergence.interval[1]:.4f})"
+        ),
+        f"  same top token at {divergence.same_top:.2%}",
+        row("nats", "mean", "95 % interval", "median", "99 %", "largest"),
+        statistics_row("KL divergence", divergence.kl),
+        statistics_row("|log-probability|", divergence.logprob),
+    ]
+    if divergence.layers is not None:
+        names = ["embedding", *(f"layer {number}" for number in range(1, len(divergence.layers)))]
+        largest = max(divergence.layers) or 1.0
+        rows = [
+            (name, f"{error:.6f}", "█" * round(20 * error / largest))
+            for name, error in zip(names, divergence.layers)
+        ]
+        lines.append(table_text(["after", "error", "of the largest"], rows, 80))
+    return "\n".join(lines)

@@ -89,6 +89,10 @@ class PrefixCostModel:
         )
 
 
+# Shares what prompts have in common however short it is.
+EVERY_BEGINNING = PrefixCostModel(UNLIMITED, 0.0)
+
+
 def plan_prefixes(
     prompts: Sequence[Prompt], cost: PrefixCostModel, numbers: Sequence[int] | None = None
 ) -> list[PrefixNode | int]:

@@ -47,12 +47,13 @@ def prepare(
     requests: abc.Sequence[GenerationRequest],
     config: ModelConfig,
     tokenizer: Tokenizer | None,
-    schedule: Schedule,
+    schedule: Schedule | None = None,
     chat: ChatFormat | None = None,
 ) -> EncodedRequests:
     """Encode requests, check them against model and schedule, and join equal ones; a bad request
     fails alone.
 
+    schedule: None where it follows from the requests.
     chat: renders messages, and plain prompts that generate if it applies; None without a tokenizer.
     """
     refused: dict[int, Exception] = {}
@@ -356,9 +357,9 @@ def _with_context(
     return [context], 1
 
 
-def _check(request: Request, config: ModelConfig, schedule: Schedule) -> None:
+def _check(request: Request, config: ModelConfig, schedule: Schedule | None) -> None:
     tokens, max_tokens = request.tokens, request.request.max_tokens
-    if schedule.is_single_pass and max_tokens > 1:
+    if schedule is not None and schedule.is_single_pass and max_tokens > 1:
         raise RequestError(
             f"max_tokens is {max_tokens} and the schedule {schedule} draws one token at most; take "
             "--schedule zigzag"
@@ -412,12 +413,13 @@ def _identity(request: Request) -> tuple[object, ...]:
 def into_lanes(
     requests: abc.Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule
 ) -> tuple[list[list[Request]], SchedulerLimits]:
-    """Return the requests of each lane, and what a pass of one may hold. One process alone has no
-    use for several.
+    """Return the requests of each lane, and what a pass of one may hold.
 
-    There is a lane for each rank, if each has room for the longest request with a prefix of its
-    own.
+    One process alone has no use for several. Otherwise there is a lane for each rank, if each has
+    room for the longest request with a prefix of its own.
     """
+    if num_ranks == 1:
+        return [[*requests]], limits
     if schedule.is_single_pass:
         count = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_states))
     else:

@@ -14,7 +14,7 @@ import enum
 import hashlib
 from collections import Counter, abc
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -260,22 +260,15 @@ class Request:
             Completion("", (), (), (), "length")
         ]
         completions = done * request.n if len(done) == 1 else done
-        logprobs = None
+        scored = [sequence.scores for sequence in self.scored]
+        logprobs = greedy = top = None
         if request.echo_logprobs:
-            logprobs = self._of_prompt(
-                score for sequence in self.scored for score in sequence.prompt_logprobs
-            )
-        greedy = None
+            logprobs = self._of_prompt(value for scores in scored for value in scores.logprobs)
         if request.echo_greedy:
-            greedy = self._of_prompt(
-                ranked for sequence in self.scored for ranked in sequence.prompt_greedy
-            )
-        top = None
+            greedy = self._of_prompt(value for scores in scored for value in scores.greedy)
         if request.echo_logprobs and (count := request.top_logprobs):
             # A shared prefix has as many as the user who wants most.
-            top = self._of_prompt(
-                ranked[:count] for sequence in self.scored for ranked in sequence.prompt_top
-            )
+            top = self._of_prompt(value[:count] for scores in scored for value in scores.top)
         share = 1.0 / len(self.indices)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
         output = num_drawn * (request.n if len(done) == 1 else 1)
@@ -295,11 +288,32 @@ class Request:
             for _ in self.indices
         ]
 
+    def without_resumed(self, cost: Cost) -> Cost:
+        """Return the cost of one of its results with the output tokens that this run has drawn."""
+        if not self.num_resumed:
+            return cost
+        drawn = sum(completion.num_drawn for completion in self.completions)
+        new = cost.output_tokens * (drawn - self.num_resumed) // drawn
+        return replace(cost, output_tokens=new, padded_output_tokens=float(new))
+
     def _of_prompt(self, scores: Iterable[Score]) -> tuple[Score | None, ...]:
         """Return a score for each token that was asked for: scores[i] is of tokens[i + 1], and the
         first has none.
         """
         return (None, *scores)[self.num_context : len(self.tokens)]
+
+
+@dataclass
+class PromptScores:
+    """Scores of a prompt's tokens, from the second one on.
+
+    greedy: whether each is the most probable token, where that is wanted.
+    top: the most probable tokens there, where they are wanted.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
+    top: list[TopLogprobs] = field(default_factory=list)
 
 
 class SequenceKind(enum.Enum):
@@ -368,7 +382,7 @@ class Sequence:
     next_token: the token that follows a shared prefix in all its users.
     num_computed: leading tokens that have passed through the model.
     block, slot: where its cache lies, while it has one.
-    prompt_logprobs, prompt_greedy, prompt_top: the scores, once they are there.
+    scores: of the prompt, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
     length_group: answers of one group are taken to end at one rate (`AnswerLengths`); None: it
         never ends early.
@@ -394,9 +408,7 @@ class Sequence:
     num_computed: int = 0
     block: CacheBlock | None = None
     slot: int = -1
-    prompt_logprobs: list[float] = field(default_factory=list)
-    prompt_greedy: list[bool] = field(default_factory=list)
-    prompt_top: list[TopLogprobs] = field(default_factory=list)
+    scores: PromptScores = field(default_factory=PromptScores)
     num_readers: int = 0
     length_group: int | None = None
     is_recomputed: bool = False

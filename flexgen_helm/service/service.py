@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
-from flexgen_helm.errors import FlexgenError, Interrupted
+from flexgen_helm.errors import Interrupted
 from flexgen_helm.files import count
 from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.report.verification import Source
@@ -66,19 +66,19 @@ def request_key(r: GenerationRequest, chat: str | None = None) -> str:
     chat: identity of the chat format that rendered it, which decides how its model thinks.
     """
     ids, stop = () if r.prompt_token_ids is None else tuple(r.prompt_token_ids), tuple(r.stop)
-    fields = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
-    fields += [] if chat is None else [chat]
-    # Keys of 0.1.0 know token ids only, and stay what they were.
+    parts = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
+    parts += [] if chat is None else [chat]
+    # Left out where they have their defaults, so that keys of 0.1.0 stay valid.
     newer = [
         r.prompt,
         r.messages and [*map(dict, r.messages)],
         r.ignore_eos,
         r.thinking if chat is None else None,
     ]
-    fields += [newer] if newer != [None, None, False, None] else []
-    fields += ["echo_greedy"] if r.echo_greedy else []
-    fields += ["top_logprobs", r.top_logprobs] if r.top_logprobs else []
-    return hashlib.sha256(json.dumps(fields, default=_plain).encode()).hexdigest()
+    parts += [newer] if newer != [None, None, False, None] else []
+    parts += ["echo_greedy"] if r.echo_greedy else []
+    parts += ["top_logprobs", r.top_logprobs] if r.top_logprobs else []
+    return hashlib.sha256(json.dumps(parts, default=_plain).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -224,7 +224,7 @@ class Service:
         """Load `model` in the background unless another one is loaded. Errors are raised to those
         who need it.
 
-        use_cache: do not load it if it has answered before: perhaps all answers are stored.
+        use_cache: skip loading if the model has stored answers, since all may be stored.
         """
         if model.engine_key in self._preloaded or self._interrupted.is_set():
             return
@@ -232,7 +232,7 @@ class Service:
         with suppress(Exception):
             if use_cache and self._answered_fingerprint(model) is not None:
                 return
-            # in the harness's thread, which imports while the worker loads
+            # in the caller's thread: it imports while the worker loads
             self._loader.import_modules(model)
         with self._changed:
             self._to_preload = model, use_cache
@@ -521,13 +521,14 @@ class Service:
                 job.num_users for job in list(pending.values()) or jobs
             )
 
-        def on_drawn(index: int, *drawn: Any) -> None:
+        def on_drawn(index: int, *drawn: Any) -> float | None:
             if (job := pending.get(index)) is not None and job.use_cache:
-                writer.draw(job.request.key, *drawn)
+                return writer.draw(job.request.key, *drawn)
+            return None
 
         known = writer.take_drawn([job.request.key for job in jobs if job.use_cache])
         if known:
-            tokens = sum(len(completion) for of in known.values() for completion in of)
+            tokens = sum(len(drawn) for completions in known.values() for drawn in completions)
             what = f"{count(tokens, 'drawn token')} of {count(len(known), 'answer')}"
             report(Message(f"goes on behind {what} of an earlier run", is_warning=False))
         try:
@@ -590,31 +591,3 @@ class Service:
                     job.future.set_exception(error)
                     if not job.num_users:
                         self._forget(job)
-
-
-class LoneService(Service):
-    """Computes each request alone, in the caller's thread and without the response cache, and keeps
-    what was asked.
-
-    answers: requests and results by key; what is there is not computed.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(EngineLoader())
-        self._lone_engine = engine
-        self.interrupt()  # nothing is preloaded
-        self.answers: dict[str, tuple[GenerationRequest, GenerationResult]] = {}
-
-    def _enqueue(self, *block: object, **settings: object) -> list[Job]:
-        return []
-
-    def respond(
-        self, model: ModelArguments, request: KeyedRequest, use_cache: bool = True
-    ) -> Response:
-        """Raises `FlexgenError` for a request that fails."""
-        if request.key not in self.answers:
-            (result,) = self._lone_engine.run([request.request])
-            if result.error is not None:
-                raise FlexgenError(f"an answer cannot be computed by {model.path}: {result.error}")
-            self.answers[request.key] = request.request, result
-        return Response(self.answers[request.key][1], is_cached=False)

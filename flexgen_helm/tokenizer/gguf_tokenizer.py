@@ -103,29 +103,10 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
     Raises `CheckpointError` for a damaged file, `UnsupportedArchitectureError` for a vocabulary
     type or a pre-tokenizer without a rule here: guessing would change token ids and so every score.
     """
-    metadata = read_gguf_header(path).metadata
-    for key, expected in _KINDS.items():
-        if key in metadata and type(metadata[key]) is not expected:
-            raise CheckpointError(
-                f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}"
-            )
+    metadata = _read_metadata(path)
     model = metadata.get(Keys.Tokenizer.MODEL)
     if model is None or not metadata.get(Keys.Tokenizer.LIST):
         return None
-    if model not in _MODELS:
-        raise UnsupportedArchitectureError(
-            f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
-        )
-    read = {*_KINDS, *IRRELEVANT} - ({Keys.Tokenizer.ADD_PREFIX} if model == "gpt2" else set())
-    for key, value in metadata.items():
-        if not key.startswith("tokenizer.") or key.startswith(f"{Keys.Tokenizer.CHAT_TEMPLATE}."):
-            continue  # templates with a name are for tools
-        if key not in read and value != NEUTRAL.get(key):
-            raise UnsupportedArchitectureError(
-                f"{path} has {key} = {str(value)[:40]}, which nothing here reads for a vocabulary "
-                f"of type {model!r} and may change token ids; use the model's safetensors folder "
-                "or another conversion"
-            )
     if model == "llama":
         metadata = {**_LLAMA_IDS, **metadata}
     tokens: list[str] = metadata[Keys.Tokenizer.LIST]
@@ -143,19 +124,70 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
             raise CheckpointError(
                 f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens"
             )
+    backend = _backend(path, metadata, tokens, model)
+    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
+    cut: dict[int, list[AddedToken]] = {kind: [] for kind in _CUT}
+    for token, token_type in zip(tokens, types):
+        kind = TokenType.CONTROL if token in _ENDS else token_type
+        strips, special = is_phi3 and token not in _KEEP_SPACE, kind != TokenType.USER_DEFINED
+        if kind in cut:
+            cut[kind].append(AddedToken(token, special=special, normalized=False, rstrip=strips))
+    for added in cut.values():
+        backend.add_tokens(added)
+    ends = [i for i, token in enumerate(tokens) if token in _ENDS]
+    ends += [metadata[key] for key in _END_IDS if key in metadata]
+    return {
+        "backend": backend,
+        "bos_id": metadata.get(Keys.Tokenizer.BOS_ID),
+        "eos_id": metadata.get(Keys.Tokenizer.EOS_ID),
+        "eos_ids": ends,
+        "chat_template": metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
+    }
 
+
+def _read_metadata(path: Path) -> Mapping[str, Any]:
+    """Read what a file says; raises as `read_gguf_tokenizer` for types of values, an algorithm, and
+    keys that nothing here reads.
+    """
+    metadata = read_gguf_header(path).metadata
+    for key, expected in _KINDS.items():
+        if key in metadata and type(metadata[key]) is not expected:
+            raise CheckpointError(
+                f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}"
+            )
+    model = metadata.get(Keys.Tokenizer.MODEL)
+    if model is None or not metadata.get(Keys.Tokenizer.LIST):
+        return metadata
+    if model not in _MODELS:
+        raise UnsupportedArchitectureError(
+            f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
+        )
+    read = {*_KINDS, *IRRELEVANT} - ({Keys.Tokenizer.ADD_PREFIX} if model == "gpt2" else set())
+    for key, value in metadata.items():
+        if not key.startswith("tokenizer.") or key.startswith(f"{Keys.Tokenizer.CHAT_TEMPLATE}."):
+            continue  # templates with a name are for tools
+        if key not in read and value != NEUTRAL.get(key):
+            raise UnsupportedArchitectureError(
+                f"{path} has {key} = {str(value)[:40]}, which nothing here reads for a vocabulary "
+                f"of type {model!r} and may change token ids; use the model's safetensors folder "
+                "or another conversion"
+            )
+    return metadata
+
+
+def _backend(path: Path, metadata: Mapping[str, Any], tokens: list[str], model: str) -> Backend:
+    """Build the algorithm. Raises `CheckpointError` for a vocabulary that does not fit together."""
+    # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin
+    # with BOS.
+    begins = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS
     try:
         backend = _MODELS[model](metadata, tokens)
-        # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin
-        # with BOS.
-        if metadata.get(
-            Keys.Tokenizer.ADD_BOS,
-            model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS,
-        ):
+        if metadata.get(Keys.Tokenizer.ADD_BOS, begins):
             bos = metadata[Keys.Tokenizer.BOS_ID]
             backend.post_processor = processors.TemplateProcessing(
                 single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
             )
+        return backend
     except FlexgenError:
         raise
     except KeyError as error:
@@ -166,34 +198,6 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{path} has a vocabulary that does not fit together: {reason}"
         ) from error
-    ends = [i for i, token in enumerate(tokens) if token in _ENDS]
-    types = [
-        TokenType.CONTROL if token in _ENDS else token_type
-        for token, token_type in zip(tokens, types)
-    ]
-    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
-    for kind in _CUT:
-        added = [token for token, token_type in zip(tokens, types) if token_type == kind]
-        backend.add_tokens(
-            [
-                AddedToken(
-                    token,
-                    special=kind != TokenType.USER_DEFINED,
-                    normalized=False,
-                    rstrip=is_phi3 and token not in _KEEP_SPACE,
-                )
-                for token in added
-            ]
-        )
-
-    ends += [metadata[key] for key in _END_IDS if key in metadata]
-    return {
-        "backend": backend,
-        "bos_id": metadata.get(Keys.Tokenizer.BOS_ID),
-        "eos_id": metadata.get(Keys.Tokenizer.EOS_ID),
-        "eos_ids": ends,
-        "chat_template": metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
-    }
 
 
 # ---- byte-level BPE ("gpt2") ----

@@ -77,7 +77,7 @@ def test_a_stored_head_is_used_whatever_the_configuration_says(name, is_table, t
     tokens = [3, 14, 15, 9, 26, 5]
     request = GenerationRequest(prompt_token_ids=tokens, max_tokens=0, echo_logprobs=True)
     with Engine.from_pretrained(tmp_path) as engine:
-        assert engine.config.tied_head == is_table
+        assert engine.model_config.tied_head == is_table
         (result,) = engine.run([request])
     with torch.no_grad():
         logprobs = reference(torch.tensor([tokens])).logits[0].log_softmax(-1)

@@ -12,7 +12,7 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.cli.console import say
-from flexgen_helm.cli.engine_flags import check_engine_flags, say_what_limits_lack
+from flexgen_helm.cli.engine_flags import check_engine_flags, warn_of_limits_beyond
 from flexgen_helm.cli.plan_problem import PlanOptions, problem_for
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
@@ -166,7 +166,7 @@ def test_a_limit_of_what_is_not_there_is_a_line(monkeypatch, capsys):
             cpu,
         )
     capsys.readouterr()
-    say_what_limits_lack(limits, 4 << 30, 1 << 50, "t4")
+    warn_of_limits_beyond(limits, 4 << 30, 1 << 50, "t4")
     assert (
         capsys.readouterr().err == "--gpu-memory 8 GiB is beyond the 4 GiB that t4 has; lower it\n"
     )

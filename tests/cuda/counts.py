@@ -47,12 +47,12 @@ def counted(device):
             counts.layers.append(sum(device.kernels.values()) - before)
         return hidden
 
-    def run_pass(self, batches, *arguments, **named):
+    def run_pass(self, current):
         syncs, copies = device.syncs.copy(), device.pageable_copies.copy()
         kernels, layers = sum(device.kernels.values()), sum(counts.layers)
-        honest_run(self, batches, *arguments, **named)
+        honest_run(self, current)
         counts.beside.append(sum(device.kernels.values()) - kernels - (sum(counts.layers) - layers))
-        counts.batches += len(batches)
+        counts.batches += len(current.batches)
         for before, after, lines in (
             (syncs, device.syncs, counts.waits),
             (copies, device.pageable_copies, counts.pageable),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine import engine as engine_module
+from flexgen_helm.engine import opening
 from tests.helpers.shares import IS_WHOLE
 from tests.helpers.tiny_models import VOCABULARY
 
@@ -55,7 +55,7 @@ def run(path, asked, dtype, *, device="cuda", stops=None, **settings):
     stops: named arguments of `Engine.run`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "compute_dtype", lambda *_: dtype)
+        patch.setattr(opening, "compute_dtype", lambda *_: dtype)
         # Three units of a tiny model: its memory is used again and again.
         patch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 16)
         with Engine.from_pretrained(

@@ -179,7 +179,7 @@ def test_a_second_device(tiny, tmp_path, precision):
 )
 def test_memory_that_runs_out_halves_the_batches(tiny, tmp_path, monkeypatch, placement, number):
     model, asked = tiny("llama"), requests(6, new=4)
-    monkeypatch.setattr("flexgen_helm.engine.engine.compute_dtype", lambda *_: torch.float16)
+    monkeypatch.setattr("flexgen_helm.engine.opening.compute_dtype", lambda *_: torch.float16)
     settings = {"limits": LIMITS, "offload_dir": tmp_path}
     settings |= (
         dict(policy=HOST, schedule="zigzag", cpu_attention=False) if placement == "host" else {}

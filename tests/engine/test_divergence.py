@@ -89,7 +89,7 @@ def compare(models, *parts, share=True, by_layer=False, options=({}, {})):
         with opened[0]() as engine:
             if share:
                 engine.share_every_beginning()
-            base = Baseline(parts, engine.config, EngineConfig(offload_dir=folder), by_layer)
+            base = Baseline(parts, engine.model_config, EngineConfig(offload_dir=folder), by_layer)
             base.fill(engine)
         with opened[1]() as engine:
             found = base.compare(engine)

@@ -248,7 +248,7 @@ def test_a_limit_that_is_too_small_is_answered_with_one_that_is_enough(tiny, var
     with Engine.from_pretrained(
         path, precision=precision, limits=MemoryLimits(cpu=enough)
     ) as engine:
-        length = min(511, engine.config.max_positions - 1)
+        length = min(511, engine.model_config.max_positions - 1)
         assert [result.error for result in engine.run([ask([5], 1), ask([5] * length, 1)])] == [
             None,
             None,
@@ -259,7 +259,7 @@ def test_a_limit_that_is_too_small_is_answered_with_one_that_is_enough(tiny, var
 def test_a_request_beyond_the_cache_limit_is_refused_alone(tiny):
     path = tiny("llama").path
     with Engine.from_pretrained(path) as engine:
-        copies, per_token = engine.ledger.in_use, kv_bytes_per_token(engine.config, 4)
+        copies, per_token = engine.ledger.in_use, kv_bytes_per_token(engine.model_config, 4)
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=2 * copies + 4, disk=0)) as engine:
         claim = engine.ledger.claim("other", engine.ledger.free - 20 * per_token)
         small, large = engine.run([ask([5] * 5, 10), ask([5] * 50, 10)])

@@ -65,7 +65,10 @@ def limits_for(model, precision, sequences, **options):
     with Engine.from_pretrained(model, precision=precision, **options) as engine:
         weights = engine.ledger.in_use
         positions = sequences * (MOST + 57)
-        return {"weights": weights, "cache": int(positions * kv_bytes_per_token(engine.config, 4))}
+        return {
+            "weights": weights,
+            "cache": int(positions * kv_bytes_per_token(engine.model_config, 4)),
+        }
 
 
 @pytest.mark.fast(1)

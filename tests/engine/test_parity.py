@@ -142,7 +142,7 @@ def test_a_needle_in_any_company_keeps_its_answer(
     with Engine.from_pretrained(path) as engine:
         limit = max(
             2 * engine.ledger.in_use,
-            engine.ledger.in_use + cache_tokens * kv_bytes_per_token(engine.config, 4),
+            engine.ledger.in_use + cache_tokens * kv_bytes_per_token(engine.model_config, 4),
         )
     with Engine.from_pretrained(path, limits=MemoryLimits(cpu=limit), **options) as engine:
         result = engine.run([*before, request, *behind])[len(before)]

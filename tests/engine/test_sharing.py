@@ -280,7 +280,9 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
         if name == "fp16" and cache != (0, 0):
             assert (
                 sum(taken)
-                == (24 + 1 + 15) * kv_bytes_per_token(engine.config, 4) // engine.config.num_layers
+                == (24 + 1 + 15)
+                * kv_bytes_per_token(engine.model_config, 4)
+                // engine.model_config.num_layers
             )
         assert engine.last_run["workload"]["prompt_tokens_computed"] < 200 and count.calls > 6
         for call in range(0, count.calls, 5):
@@ -300,7 +302,7 @@ def test_little_memory_refuses_nobody_for_a_prefix(tiny, tmp_path, monkeypatch, 
     """
     requests = requests_of(long_tree(4, 12), 4)
     with Engine.from_pretrained(tiny("llama").path, precision=name, offload_dir=tmp_path) as engine:
-        weights, token = engine.ledger.in_use, kv_bytes_per_token(engine.config, 4)
+        weights, token = engine.ledger.in_use, kv_bytes_per_token(engine.model_config, 4)
         expected = engine.run(requests)
     answered = 0
     for tokens in (90, 150, 260, 520):

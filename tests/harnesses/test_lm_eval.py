@@ -17,7 +17,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
-from flexgen_helm.harnesses.lm_eval import FlexgenLM, register_model, run_command
+from flexgen_helm.harnesses.lm_eval import FlexgenLM, register_model
+from flexgen_helm.harnesses.lm_eval_command import run_command
 from flexgen_helm.request import Completion
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHATML, NO_SYSTEM, PLAIN_TURNS, add_template
@@ -270,7 +271,7 @@ def test_thinking_is_no_part_of_an_answer(tiny):
         encode = lm.tokenizer.encode
 
         def answer(model, ids):
-            return model._text(
+            return model._answer_text(
                 Completion(lm.tokenizer.decode(ids), (), tuple(ids), (), "length"), ["\n"]
             )
 
@@ -350,7 +351,7 @@ doc_to_target: answer
         "--tasks",
         "empty",
     ]
-    with pytest.raises(UsageError, match="the first document of empty has an empty choice"):
+    with pytest.raises(UsageError, match="first document of a task has an empty choice"):
         run_command(command)
 
 

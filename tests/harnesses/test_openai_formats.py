@@ -17,9 +17,8 @@ from flexgen_helm.harnesses.openai_formats import (
     to_requests,
 )
 from flexgen_helm.request import Completion, Cost, GenerationRequest, GenerationResult
-from flexgen_helm.service.models import PromptEncoder
+from flexgen_helm.service.models import ModelArguments, ModelFacts, ModelReader
 from flexgen_helm.service.service import KeyedRequest
-from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import add_template
 from tests.helpers.paths import ROOT
@@ -34,14 +33,10 @@ def tokenizer(tiny, tmp_path_factory):
     return Tokenizer.from_path(folder)
 
 
-def requests(tokenizer, url, body, unseeded="x"):
-    encoded = to_requests(
-        parse_body(url, body),
-        PromptEncoder(tokenizer),
-        ChatFormat(tokenizer, False, "", ChatOptions()),
-        96,
-        unseeded,
-    )
+def requests(tokenizer, url, body, seed_text="x"):
+    facts = ModelFacts("m", max_positions=96, num_parameters=0, instruct=False)
+    reader = ModelReader("tests", lambda model: tokenizer, lambda model: facts)
+    encoded = to_requests(parse_body(url, body), reader, ModelArguments("m", "m"), seed_text)
     return [prompt.request.request for prompt in encoded]
 
 

@@ -167,7 +167,7 @@ def largest_difference(
     """
     model, asked, largest = model or saved(name, folder), requests(), 0.0
     with Engine.from_pretrained(folder, **options) as engine:
-        config, results = engine.config, engine.run(asked)
+        config, results = engine.model_config, engine.run(asked)
         engine.share_every_beginning()
         results += engine.run(asked)
         workload = engine.last_run["workload"]

@@ -159,7 +159,7 @@ def _files(folder: Path, output: str) -> object:
 
 
 def _harness(folder: Path, output: str) -> object:
-    (file,) = [*(folder / "out").rglob("results_*.json")][-1:]
+    *_, file = sorted((folder / "out").rglob("results_*.json"))  # their names have the time
     return json.loads(file.read_text())["results"]
 
 
@@ -301,7 +301,7 @@ class FailingCalls:
         if not all(remedy.search(line) for line in said):
             return "nothing that helps"
         if not all(
-            re.search(rf"{self._folder}|benchmark_output|prod_env|\b(in|out)/", line)
+            re.search(rf"{self._folder}|benchmark_output|prod_env|\b(in|out)\b", line)
             for line in said
         ):
             return "no file"
@@ -349,8 +349,12 @@ def _sweep(count: int, seed: int, names: list[str]) -> None:
                     for f in command.faults(3, seed)
                     if f.error in (*FULL, EMFILE) or f.kind == "mmap"
                 ]
-                for fault in drawn[:count]:
+                reached = 0
+                for fault in drawn:
+                    if reached == count:
+                        break
                     outcome, wrong = command.try_one(fault)
+                    reached += wrong != "not reached"
                     end = wrong.partition(":")[0] or (
                         "right result" if outcome.code == 0 else "one sentence"
                     )

@@ -17,9 +17,11 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -49,12 +51,16 @@ class Order:
         seconds is left out.
     at: the step at which it is ended, counted from 0; None for the end.
     name: of the steps that are counted; '' for all.
-    after_s: seconds after which it is ended, whatever it does; None for never.
+    after_s: seconds after which it is ended, whatever it does; None for never. Where reads are held
+        to a rate they count from the first pass.
     number: the signal that ends it.
     limits: resource limits, RLIMIT_FSIZE and the like: [name, bytes] each.
     converts: whether the command `convert` comes first.
     options: further flags of the suite. blocks: after which `run --until` ends.
     unguarded: answers are stored when the model is closed, as if nothing were stored before.
+    read_gb_s: of weights on the disk, where it is not as fast as the disk is.
+    copies: what a copy of the folder has at that moment stays, as of a machine without power.
+    deadline_s: seconds after which the process says where it is, and ends.
     pass_s: seconds that a pass takes longer. keep_every_s: most seconds that a token is not kept.
     fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c;
         None leaves calls as they are. Those in FOLDERS are in the file `calls` if the process was
@@ -76,7 +82,10 @@ class Order:
     unguarded: bool = False
     fault: tuple[str, int, int, bool] | None = None
     pass_s: float = 0.0
+    read_gb_s: float = 0.0
     keep_every_s: float = 10.0
+    copies: bool = False
+    deadline_s: float = DEADLINE_S
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class Outcome:
     """How a process ended: its exit code or minus its signal, the seconds since its signal, and its
     steps by name.
 
+    passes: when each began and ended, and its tokens. promised: seconds that a stop costs, as the
+        panel has it.
     computed, drawn: keys of answers, and of their tokens with the completion, the step and the
         time.
     """
@@ -95,6 +106,8 @@ class Outcome:
     output: str
     drawn: list[str] = field(default_factory=list)
     signalled: float = 0.0
+    passes: list[list[float]] = field(default_factory=list)
+    promised: float = 0.0
 
 
 def pickled_model(folder: Path) -> Path:
@@ -177,14 +190,29 @@ def _serve() -> None:
 
 def _run(order: Order) -> Outcome:
     folder = Path(order.folder)
-    for name in ("steps", "computed", "drawn", "output", "signalled", "calls"):
+    for name in (
+        "steps",
+        "computed",
+        "drawn",
+        "output",
+        "signalled",
+        "calls",
+        "passes",
+        "promised",
+    ):
         (folder / name).unlink(missing_ok=True)
     child = os.fork()
     if not child:
         _be_suite(order, folder)
     if order.after_s is not None:
+        while order.read_gb_s and not (folder / "promised").exists():
+            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                break
+            time.sleep(0.05)
         time.sleep(order.after_s)
         (folder / "signalled").write_text(repr(time.time()))
+        if order.copies:
+            _replace_by_copy(folder, child)
         os.kill(child, order.number)
     _, status = os.waitpid(child, 0)
     ended = time.time()
@@ -194,10 +222,20 @@ def _run(order: Order) -> Outcome:
 
     since = ended - float(read("signalled") or ended)
     code = os.waitstatus_to_exitcode(status)
+    passes = [[*map(float, line.split())] for line in read("passes").splitlines()]
     return Outcome(
         code, since, read("steps").split(), read("computed").split(), read("output"),
-        read("drawn").splitlines(), float(read("signalled") or ended),
+        read("drawn").splitlines(), float(read("signalled") or ended), passes,
+        float(read("promised") or 0),
     )  # fmt: skip
+
+
+def _replace_by_copy(folder: Path, child: int) -> None:
+    os.kill(child, signal.SIGSTOP)
+    for part in [part for part in folder.iterdir() if part.is_dir()]:
+        copy = shutil.copytree(part, folder / "copy")
+        shutil.rmtree(part)
+        copy.rename(part)
 
 
 def _be_suite(order: Order, folder: Path) -> None:
@@ -210,6 +248,7 @@ def _be_suite(order: Order, folder: Path) -> None:
     code = 1
     try:
         os.chdir(folder)
+        tempfile._RandomNameSequence.characters = "0123456789"  # no part of a call's name
         (folder / "models.yaml").write_text(
             json.dumps(dict.fromkeys(("tiny", WHEEL_MODEL), order.model))
         )
@@ -219,7 +258,7 @@ def _be_suite(order: Order, folder: Path) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _install_steps(order, folder)
         _shorten((order.command or ["run"])[0])
-        faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+        faulthandler.dump_traceback_later(order.deadline_s, exit=True)
         if "failing_calls" in os.environ.get("LD_PRELOAD", ""):
             call, *fault = order.fault or ("", 0, 0, False)
             texts = [str(folder), FOLDERS, str(folder / "calls"), call]
@@ -276,13 +315,16 @@ def _set_limits(order: Order) -> None:
 def _install_steps(order: Order, folder: Path) -> None:
     """Count what a suite does, write it down, and end the process at the step that is asked for."""
 
-    from flexgen_helm import files, response_cache
+    from flexgen_helm import files, progress, response_cache
     from flexgen_helm.checkpoint import convert, fingerprint
     from flexgen_helm.engine import divergence, executor
+    from flexgen_helm.offload.disk import DirectFile
+    from flexgen_helm.offload.transfer_stats import RateLimit
+    from flexgen_helm.request import Progress
 
     count = 0
-    steps, computed, drawn = (
-        (folder / name).open("a", buffering=1) for name in ("steps", "computed", "drawn")
+    steps, computed, drawn, passes = (
+        (folder / name).open("a", buffering=1) for name in ("steps", "computed", "drawn", "passes")
     )
 
     def step(name: str) -> None:
@@ -327,23 +369,41 @@ def _install_steps(order: Order, folder: Path) -> None:
         add(self, key, result)
 
     response_cache.ResponseWriter.add = noted  # type: ignore[method-assign]
-    draw: Callable[..., None] = response_cache.ResponseWriter.draw
+    draw: Callable[..., float | None] = response_cache.ResponseWriter.draw
 
-    def noted_token(self: Any, *token: Any) -> None:
+    def noted_token(self: Any, *token: Any) -> float | None:
         print(*token[:3], time.time(), file=drawn)
         step("draw")
-        draw(self, *token)
+        return draw(self, *token)
 
     response_cache.ResponseWriter.draw = noted_token  # type: ignore[method-assign]
     response_cache.KEEP_EVERY_S = divergence.KEEP_EVERY_S = order.keep_every_s
-    if order.pass_s:
-        run = executor.Executor.run
+    if order.read_gb_s:
+        limit, transfer = RateLimit(order.read_gb_s), DirectFile._transfer
 
-        def slow(*args: Any) -> None:
-            time.sleep(order.pass_s)
-            run(*args)
+        def held(self: Any, call: Any, offset: int, buffer: Any) -> None:
+            with limit.transfer(buffer.nbytes if call is os.preadv else 0):
+                transfer(self, call, offset, buffer)
 
-        executor.Executor.run = slow  # type: ignore[method-assign]
+        DirectFile._transfer = held  # type: ignore[method-assign]
+    run = executor.Executor.run
+
+    def slow(self: Any, current: Any) -> None:
+        time.sleep(order.pass_s)
+        began = time.time()
+        run(self, current)
+        if (folder / "promised").exists():  # not of the small model that is compared
+            num_tokens = sum(batch.num_tokens for batch in current.batches)
+            print(began, time.time(), num_tokens, file=passes)
+
+    executor.Executor.run = slow  # type: ignore[method-assign]
+
+    def note(event: progress.Event) -> None:
+        if isinstance(event, Progress):
+            (folder / "promised.new").write_text(repr(event.stop_s))
+            (folder / "promised.new").rename(folder / "promised")
+
+    progress._observers.append(note)
 
 
 if __name__ == "__main__":

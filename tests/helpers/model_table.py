@@ -126,7 +126,7 @@ def measure() -> tuple[dict[str, float], dict[str, list[DecoderConfig]]]:
                 for p in token_ids
             ]
             with Engine.from_pretrained(model.path) as engine:
-                results, config = engine.run(requests), engine.config
+                results, config = engine.run(requests), engine.model_config
             compared = (differences(model.logprobs, *pair) for pair in zip(token_ids, results))
             worst = max(difference for of_prompt in compared for difference in of_prompt)
             print(f"{variant:32s} {worst:.1e}", flush=True)

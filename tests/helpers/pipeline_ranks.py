@@ -109,7 +109,7 @@ def _outcome(case):
 
 def _break(fault, folder):
     """Let this rank fail in the way of `Job.fault`."""
-    from flexgen_helm.engine import engine
+    from flexgen_helm.engine import opening
     from flexgen_helm.scheduling import prepare
     from tests.helpers.layers import replace_layers_for_good
 
@@ -118,13 +118,13 @@ def _break(fault, folder):
             [[], list(requests)] if count == 2 else [list(requests)]
         )
     elif fault == "memory":
-        capacities = engine.tier_capacities
+        capacities = opening.tier_capacities
 
         def once(limits, *rest):
-            engine.tier_capacities = capacities
+            opening.tier_capacities = capacities
             return capacities(MemoryLimits(gpu=0, cpu=1 << 10, disk=0), *rest)
 
-        engine.tier_capacities = once
+        opening.tier_capacities = once
     elif fault == "kill":
         count = 0
 

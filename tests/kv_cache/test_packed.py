@@ -272,11 +272,14 @@ def test_sparse_attention_brings_only_the_values_it_takes(tiny, tmp_path, monkey
             brought[share] = engine.last_run["bytes"]["cpu_to_gpu"]["cache"]
             codec = QuantizedCodec(
                 FORMATS["sparse channels"],
-                engine.config.num_kv_heads,
-                engine.config.head_dim,
+                engine.model_config.num_kv_heads,
+                engine.model_config.head_dim,
                 torch.float32,
             )
-            layers, token_value = engine.config.num_layers, engine.config.kv_size * (4 + 16 / 8) / 8
+            layers, token_value = (
+                engine.model_config.num_layers,
+                engine.model_config.kv_size * (4 + 16 / 8) / 8,
+            )
     keys = values = 0
     for position in range(85, 93):
         older = codec.num_stored(position)
@@ -318,7 +321,7 @@ def test_an_offloaded_cache_moves_what_the_plan_counts(tmp_path, tier, name):
     )
     with Engine.from_pretrained(tmp_path / "model", **settings) as engine:
         assert all(result.error is None for result in engine.run(requests))
-        moved, config = engine.last_run["bytes"], engine.config
+        moved, config = engine.last_run["bytes"], engine.model_config
         engine.ledger.check({"weights": engine.ledger.in_use})
     second = replace(
         simulated_gpu(LAPTOP, (1, 1)), link=Link(1, 1, 1, 1), disk=Disk(1 << 40, 1, 1, access_s=0)

@@ -367,7 +367,7 @@ def test_longrope_is_served_up_to_the_original_context(name, attention, folders)
         GenerationRequest(prompt_token_ids=[5] * length, max_tokens=1) for length in (21, 20, 3)
     ]
     with Engine.from_pretrained(folders(name)) as engine:
-        assert engine.config.max_positions == 20
+        assert engine.model_config.max_positions == 20
         results = engine.run(asked)
     assert [result.error is None for result in results] == [False, True, True]
     assert "window of 20" in str(results[0].error)

@@ -54,8 +54,8 @@ def test_it_equals_transformers(name, tmp_path):
     assert not changed(row.config, content)
     asked = requests(row)
     with Engine.from_pretrained(tmp_path) as engine:
-        assert engine.config.vocab_size == row.vocab_size and layer_kinds(
-            engine.config
+        assert engine.model_config.vocab_size == row.vocab_size and layer_kinds(
+            engine.model_config
         ) == layer_kinds(read(content))
         results = engine.run(asked)
         engine.share_every_beginning()

@@ -150,9 +150,9 @@ def test_states_are_counted(tmp_path):
     asked = requests(12)
     with Engine.from_pretrained(tmp_path / "model") as engine:
         needed = engine.run(asked) and engine.last_run["peak_bytes"]["cpu"]
-        assert engine.config.attention_flops(3, 5) == 4 * 2 * engine.config.q_size * 3 * 5, (
-            "of the two that attend"
-        )
+        assert (
+            engine.model_config.attention_flops(3, 5) == 4 * 2 * engine.model_config.q_size * 3 * 5
+        ), "of the two that attend"
     limits = MemoryLimits(cpu=int(0.3 * needed), disk=256 * MIB)
     with Engine.from_pretrained(
         tmp_path / "model", limits=limits, offload_dir=tmp_path / "tiers"

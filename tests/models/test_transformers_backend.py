@@ -196,7 +196,7 @@ def test_the_window_is_served_to_its_last_token(name, tmp_path):
     """A prompt as long as the window is served, one that is a token longer is refused alone."""
     model, draw = saved(name, tmp_path), random.Random(1)
     with Engine.from_pretrained(tmp_path) as engine:
-        window = engine.config.max_positions
+        window = engine.model_config.max_positions
         longer = [draw.randrange(3, 60) for _ in range(window + 1)]
         asked = [*scored([longer[:window]], 1), *scored([longer]), *scored([longer[:4]], 2)]
         # no token comes after the last
@@ -226,7 +226,7 @@ def test_layers_that_use_keys_again_store_none(schedule, on_gpu, on_cpu, tmp_pat
         "policy": policy,
     }
     with Engine.from_pretrained(tmp_path, **options) as engine:
-        results, config = engine.run(asked), engine.config
+        results, config = engine.run(asked), engine.model_config
     assert (config.num_cache_layers, config.cache_layers) == (4, (0, 1, 2, 3, 2, 3))
     assert kv_bytes_per_token(config, 2) == 4 * 2 * 2 * config.num_kv_heads * config.head_dim
     assert max(off(model, result) for result in results) < TOLERANCE
@@ -238,7 +238,7 @@ def test_latents_are_cached_instead_of_keys_of_every_head(tmp_path):
     """
     saved("DeepseekV3ForCausalLM", tmp_path)
     with Engine.from_pretrained(tmp_path) as engine:
-        config = engine.config
+        config = engine.model_config
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 1, 24)
     assert kv_bytes_per_token(config, 2) == 2 * 2 * 24 * 2
     expands = ("self_attn.kv_b_proj.weight", (4 * (8 + 8), 16))
@@ -259,7 +259,7 @@ def test_biases_that_choose_experts_keep_float32(tmp_path):
     (asked, *_) = requests()[2:]
     with Engine.from_pretrained(tmp_path / "exact") as engine:
         result = engine.run([asked])[0]
-        kept = engine.config.modules.kind(1).float32
+        kept = engine.model_config.modules.kind(1).float32
     assert "mlp.gate.e_score_correction_bias" in kept  # from 5.24 on, the router's weights too
     assert off(model, result) < TOLERANCE
     bias.copy_(bias.half().float())
@@ -312,8 +312,8 @@ def test_a_language_model_that_transformers_does_not_list(tmp_path):
     outer, text = tiny_config(MISTRAL), tiny_config("Mistral4ForCausalLM")
     write_config(tmp_path, MISTRAL, outer, text_config=text.to_dict())
     with Engine.from_pretrained(tmp_path, weights="dummy") as engine:
-        assert engine.config.modules.class_name == "Mistral4ForCausalLM"
-        assert engine.config.modules.layers_path == "model.layers"
+        assert engine.model_config.modules.class_name == "Mistral4ForCausalLM"
+        assert engine.model_config.modules.layers_path == "model.layers"
 
 
 def test_a_model_of_several_parts_with_logits_of_its_own_is_refused(tmp_path):

@@ -93,7 +93,7 @@ def model_rows(engine, name):
     """Elements of a matrix."""
     from flexgen_helm.models.config import tensor_shapes
 
-    rows, width = tensor_shapes(engine.config)[name]
+    rows, width = tensor_shapes(engine.model_config)[name]
     return rows * width
 
 

@@ -285,7 +285,7 @@ def test_exactly_the_experts_are_read_that_tokens_are_routed_to(
                 record = engine.last_run["experts"]
                 names = {
                     expert_of(name)
-                    for name in tensor_shapes(engine.config)
+                    for name in tensor_shapes(engine.model_config)
                     if expert_of(name) is not None
                 }
         tokens = [
@@ -370,7 +370,7 @@ def test_a_pass_reads_each_expert_once_for_all_of_its_batches(
         schedule="zigzag",
         **options,
     ) as engine:
-        results, copies = engine.run(asked), engine.config.waiting_copies
+        results, copies = engine.run(asked), engine.model_config.waiting_copies
         claims(engine)
     assert max(off(model, result) for result in results) < TOLERANCE
     assert set(passes) <= {0, 1} and max(passes) == 1, passes
@@ -409,7 +409,7 @@ def test_short_batches_wait_beside_the_longest_one_and_an_interrupt_leaves_nothi
     with offloaded(tiny, "mixtral", tmp_path, "1x4,0,0,0,100,0,100", schedule="zigzag") as engine:
         parts.clear()
         engine.run(asked)
-        assert parts == [4] * engine.config.num_layers
+        assert parts == [4] * engine.model_config.num_layers
         before = claims(engine)
         parts.clear()
         stops.append(True)

@@ -28,7 +28,10 @@ def test_an_engine_says_where_its_pass_is_and_what_it_has_read(
     }
     with Engine.from_pretrained(tiny("llama").path, **options) as engine:
         engine.run(requests, progress=seen.append)
-        read, layers = engine.last_run["bytes"]["disk_to_cpu"]["weights"], engine.config.num_layers
+        read, layers = (
+            engine.last_run["bytes"]["disk_to_cpu"]["weights"],
+            engine.model_config.num_layers,
+        )
         on_disk = sum(engine.placement.bytes_on("disk").values())
     assert [p.num_passes for p in seen] == sorted(p.num_passes for p in seen) and seen[
         -1

@@ -355,7 +355,7 @@ PARENT = (
     "flush=True); input()"
 )
 CHILD = "import time; {guard}; open({file!r}, 'w').close(); time.sleep(60)"
-GUARD = "from flexgen_helm.cli import end_with_parent; end_with_parent()"
+GUARD = "from flexgen_helm.cli.pipeline_rank import end_with_parent; end_with_parent()"
 
 
 @pytest.mark.parametrize("guarded", [True, False])

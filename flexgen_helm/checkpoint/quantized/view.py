@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES, Quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
@@ -278,10 +279,10 @@ def _fp8(group: QuantizedGroup) -> LogicalTensor | None:
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 # What reads a set once: rows of words [count, in * bits / 32]; zero points and scales [out,
 # groups].
-_Parts = tuple[ReadRows, torch.Tensor, torch.Tensor]
+_Parts = tuple[ReadRows, Tensor, Tensor]
 
 
-def _unpack(words: torch.Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> torch.Tensor:
+def _unpack(words: Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> Tensor:
     """Return the integers of the streams of bits in words [n, columns]: int32 [32 n / bits,
     columns].
 
@@ -364,9 +365,7 @@ def _grouped(
     )
 
 
-def _indexed(
-    index: torch.Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts
-) -> ReadRows:
+def _indexed(index: Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _Parts) -> ReadRows:
     """Return what reads values of inputs whose groups are not in order; index: the group of
     each.
     """
@@ -380,7 +379,7 @@ def _indexed(
             "used; quantize again"
         )
 
-    def rows(start: int, count: int) -> torch.Tensor:
+    def rows(start: int, count: int) -> Tensor:
         codes = _unpack(words(start, count).t(), bits)[:inputs].t()
         of_rows = slice(start, start + count)
         return (codes - zeros[of_rows][:, index]).float() * scales[of_rows][:, index].float()
@@ -392,7 +391,7 @@ def _laid_out(fmt: BlockFormat, size: int, parts: _Parts) -> FillRows:
     """Return what makes rows of blocks of what has been read; size: of a group."""
     words, zeros, scales = parts
 
-    def fill(start: int, out: torch.Tensor) -> None:
+    def fill(start: int, out: Tensor) -> None:
         blocks, of_rows = out.view(len(out), -1, fmt.block_bytes), slice(start, start + len(out))
         count, per_block = blocks.shape[1], fmt.scales[0].count
         group = torch.arange(count * per_block) * (fmt.block_values // per_block) // size
@@ -491,7 +490,7 @@ def _awq(group: QuantizedGroup) -> LogicalTensor | None:
     def read() -> _Parts:
         columns, zeros = read_all(qweight).t(), read_all(qzeros).t()
 
-        def rows(start: int, count: int) -> torch.Tensor:
+        def rows(start: int, count: int) -> Tensor:
             needed, skipped = columns[start // 8 : -(-(start + count) // 8)], start % 8
             codes = _unpack(needed, 4, _AWQ_SHIFTS)[skipped : skipped + count].to(torch.uint8)
             return (codes[:, ::2] | codes[:, 1::2] << 4).flatten().view(torch.int32).view(count, -1)
@@ -588,6 +587,42 @@ def _bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
     return _from_table(group, group.part(*states))
 
 
+class _TableState(NamedTuple):
+    """What bitsandbytes says of a matrix in 4 bits.
+
+    block, nested_block: values of a scale, and scales of a scale of theirs.
+    offset: of scales that have scales.
+    """
+
+    outputs: int
+    inputs: int
+    block: int
+    nested_block: int
+    offset: float
+    dtype: str
+
+
+def _table_state(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -> _TableState:
+    """Read the state, which is JSON. Raises `CheckpointError`."""
+    require(state, ("U8",))
+    try:
+        settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
+        outputs, inputs = (int(size) for size in settings["shape"])
+        found = _TableState(
+            outputs,
+            inputs,
+            int(settings["blocksize"]),
+            int(settings["nested_blocksize"]) if is_nested else 1,
+            float(settings["nested_offset"]) if is_nested else 0.0,
+            HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype),
+        )
+        if min(found.block, found.nested_block, outputs, inputs) < 1:
+            raise ValueError("a size below 1")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
+    return found
+
+
 def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
     """NF4 or FP4: flat codes, two a byte, the upper four bits first; value = table[code] *
     absmax[block].
@@ -603,18 +638,8 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         if is_nested
         else []
     )
-    require(state, ("U8",))
-    try:
-        settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
-        outputs, inputs = (int(size) for size in settings["shape"])
-        block = int(settings["blocksize"])
-        nested_block = int(settings["nested_blocksize"]) if is_nested else 1
-        offset = float(settings["nested_offset"]) if is_nested else 0.0
-        dtype = HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype)
-        if min(block, nested_block, outputs, inputs) < 1:
-            raise ValueError("a size below 1")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
+    known = _table_state(group, state, is_nested)
+    outputs, inputs, block = known.outputs, known.inputs, known.block
     blocks = -(-outputs * inputs // block)
     if codes.size != -(-outputs * inputs // 2):
         raise CheckpointError(
@@ -622,7 +647,7 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         )
     require(absmax, ("U8" if is_nested else "F32",), (blocks,))
     require(table, ("F32",), (16,))
-    for stored, size in zip(nested, (256, -(-blocks // nested_block)), strict=False):
+    for stored, size in zip(nested, (256, -(-blocks // known.nested_block)), strict=False):
         require(stored, ("F32",), (size,))
     kind = "NF4" if state.name.endswith("nf4") else "FP4 of bitsandbytes"
     fmt = scaled_format(kind, "F32", inputs, block, table=tuple(read_all(table).tolist()))
@@ -631,39 +656,39 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
             f"{codes.title} has rows of {inputs} values in blocks of {block}, which nothing here "
             "reads"
         )
-    tensor = LogicalTensor(name, (outputs, inputs), dtype, (codes, absmax, table, state, *nested))
+    parts = (codes, absmax, table, state, *nested)
+    tensor = LogicalTensor(name, (outputs, inputs), known.dtype, parts)
     if not nested and inputs % block == 0:
-        scales = StoredPlane(
-            absmax.file,
-            absmax.offset,
-            inputs // block * 4,
-            4,
-            same_blocks=block // fmt.block_values,
-        )
         code_plane = StoredPlane(codes.file, codes.offset, inputs // 2, fmt.code_bytes)
+        same = block // fmt.block_values
+        scales = StoredPlane(absmax.file, absmax.offset, inputs // block * 4, 4, same_blocks=same)
         return replace(tensor, published=PublishedTensor(fmt, (scales, code_plane)))
-
-    def lay_out() -> FillRows:
-        scales = read_all(absmax)
-        if nested:
-            nested_table, nested_scale = (read_all(part) for part in nested)
-            scales = (
-                nested_table[scales.long()] * nested_scale[torch.arange(blocks) // nested_block]
-                + offset
-            )
-
-        def fill(start: int, out: torch.Tensor) -> None:
-            rows = out.view(len(out), -1, fmt.block_bytes)
-            first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
-            rows[..., :4] = scales[first // block].view(torch.uint8).view(len(out), -1, 4)
-            data = codes.read(start * inputs // 2, len(out) * inputs // 2)
-            rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(
-                len(out), -1, fmt.code_bytes
-            )
-
-        return fill
-
+    lay_out = partial(_coded_rows, fmt, known, codes, (absmax, *nested))
     return replace(tensor, published=PublishedTensor(fmt, lay_out=lay_out))
+
+
+def _coded_rows(
+    fmt: BlockFormat,
+    known: _TableState,
+    codes: StoredTensor,
+    scaling: tuple[StoredTensor, ...],
+) -> FillRows:
+    """Return what makes rows of blocks; scaling: scales, and table and scales of theirs."""
+    inputs = known.inputs
+    scales, *nested = map(read_all, scaling)
+    if nested:
+        table, factors = nested
+        groups = torch.arange(len(scales)) // known.nested_block
+        scales = table[scales.long()] * factors[groups] + known.offset
+
+    def fill(start: int, out: Tensor) -> None:
+        rows = out.view(len(out), -1, fmt.block_bytes)
+        first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
+        rows[..., :4] = scales[first // known.block].view(torch.uint8).view(len(out), -1, 4)
+        data = codes.read(start * inputs // 2, len(out) * inputs // 2)
+        rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(len(out), -1, fmt.code_bytes)
+
+    return fill
 
 
 _READERS: Mapping[str, Callable[[QuantizedGroup], LogicalTensor | None]] = {

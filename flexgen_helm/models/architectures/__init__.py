@@ -75,7 +75,7 @@ def architecture_by_modules(config: Mapping[str, Any]) -> Architecture:
     wanted = ", ".join(map(str, names)) or config.get("model_type") or "(none named)"
     raise UnsupportedArchitectureError(
         f"architecture {wanted} is not supported; transformers' decoders are, but for those that "
-        "docs/explanation/transformers-backend.md lists"
+        "the page 'Models without a record of their own' lists"
     )
 
 
