@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ RESULT = GenerationResult((), [], None, Cost())
 LOST = Failure("killed", is_lost=True)
 
 
-def requests_of(number: int) -> list[GenerationRequest]:
+def requests_of(number):
     return [
         GenerationRequest(prompt_token_ids=(i * 7919 % number, i), max_tokens=2)
         for i in range(number)
@@ -33,9 +32,7 @@ class Simulation:
     poison: requests that end their worker, or fail its unit.
     """
 
-    def __init__(
-        self, number: int, num_workers: int, seed: int, poison: frozenset[int] = frozenset()
-    ):
+    def __init__(self, number, num_workers, seed, poison=frozenset()):
         self.is_alone, self.num_expected = num_workers == 1, num_workers
         self.poison, self.waiting = poison, dict[int, RequestUnit]()
         self.sizes: list[int] = []
@@ -47,16 +44,16 @@ class Simulation:
             lambda index, result: self.answers.update([index]),
         )
 
-    def submit(self, units: Mapping[int, RequestUnit]) -> None:
+    def submit(self, units):
         assert not self.waiting.keys() & units.keys()
         self.waiting |= units
         self.sizes += map(len, units.values())
 
-    def forget(self, units: Iterable[int]) -> None:
+    def forget(self, units):
         for unit in units:
             self.waiting.pop(unit, None)
 
-    def step(self, end: UnitRecord | Failure) -> None:
+    def step(self, end):
         """Compute a unit; one that fails has answered some of its requests."""
         number = int(self.draw.choice(list(self.waiting)))
         indexes = self.draw.permutation(list(self.waiting.pop(number)))
@@ -68,7 +65,7 @@ class Simulation:
             self.run.receive(f"w{number}", number, Answered(index, RESULT))
         self.run.receive(f"w{number}", number, end)
 
-    def finish(self) -> None:
+    def finish(self):
         while self.run.units:
             assert self.run.units.keys() == self.waiting.keys()
             self.step(UnitRecord({}))

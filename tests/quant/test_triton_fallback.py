@@ -45,7 +45,7 @@ def on_a_device(monkeypatch):
     monkeypatch.setattr(kernels, "_is_for_triton", lambda *tensors: True)
 
 
-def use(name: str = "ours") -> list[str]:
+def use(name="ours"):
     """Dequantize twice by plain torch; return the warnings."""
     events: list[Any] = []
     packed, fmt, expected = MATRICES[name]
@@ -77,7 +77,7 @@ def without_a_c_compiler(patch):
 
 def with_a_kernel_that_does_not_compile(patch):
     @triton.jit
-    def broken(packed: Any) -> None:
+    def broken(packed: Any):  # an annotation that is no type of Triton
         pass
 
     patch.setattr(
