@@ -280,7 +280,7 @@ def answers(lost, won, count):
          (
              "not decided: of all questions like these 2,400, the difference may be 1.5 pp or more"
          ), None),
-        (0, 0, 500, {"look": 0.1}, "not decided: of all questions like these 500, the difference may be 1 pp or more",
+        (0, 0, 500, {"level_share": 0.1}, "not decided: of all questions like these 500, the difference may be 1 pp or more",
          None),
     ],
 )  # fmt: skip
