@@ -166,18 +166,18 @@ def search(
     best = solutions[0]
     # of equals, one pass for all shares most, and small blocks end first
     if not problem.places_experts:
-        fastest = max(found.prediction.tokens_per_s for found in solutions)
+        fastest = max(solution.prediction.tokens_per_s for solution in solutions)
         best = min(
             (
-                found
-                for found in solutions
-                if found.prediction.tokens_per_s >= fastest * (1 - _EQUAL_WITHIN)
+                solution
+                for solution in solutions
+                if solution.prediction.tokens_per_s >= fastest * (1 - _EQUAL_WITHIN)
             ),
-            key=lambda found: (
-                _rank(_reads(problem, found.reading_s, found.policy.block_size)),
-                -_rank(found.prediction.tokens_per_s),
-                not found.schedule.is_single_pass,
-                found.policy.block_size,
+            key=lambda solution: (
+                _rank(_reads(problem, solution.reading_s, solution.policy.block_size)),
+                -_rank(solution.prediction.tokens_per_s),
+                not solution.schedule.is_single_pass,
+                solution.policy.block_size,
             ),
         )
     policy = as_placed(problem, best.policy)
