@@ -152,9 +152,12 @@ def plan_suite(
     planned = _suite_plan(plan, entries)
     by_precision: dict[str, SuitePlan | None] = {}
     for name, in_precision in search_precisions(plan, None, None).items() if compare else ():
-        by_precision[name] = (
-            planned if in_precision is plan else in_precision and _suite_plan(in_precision, entries)
-        )
+        if in_precision is plan:
+            by_precision[name] = planned
+        else:
+            by_precision[name] = (
+                None if in_precision is None else _suite_plan(in_precision, entries)
+            )
     return replace(planned, by_precision=by_precision)
 
 
