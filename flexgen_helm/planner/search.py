@@ -472,8 +472,8 @@ def _explain_missing_memory(problem: PlanningProblem, schedules: Sequence[Schedu
     """Say how many bytes the smallest block needs and has on the tier that misses most, and what
     helps.
     """
-    schedule = schedules[0] if all(each.is_single_pass for each in schedules) else ZIGZAG
-    shape = BlockShape(1, 1, schedule)
+    only_single_pass = all(schedule.is_single_pass for schedule in schedules)
+    shape = BlockShape(1, 1, schedules[0] if only_single_pass else ZIGZAG)
     costs = block_costs(problem, replace(shape, passes=problem.most_passes(shape)))
     fractions = _filled_fast_first(problem, costs)
     needed = {tier: max(float(form @ fractions) for form in costs.memory[tier]) for tier in TIERS}
