@@ -2,7 +2,7 @@
 paper's appendix).
 
 Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a
-cost is an affine form (`planner.problem`), and one set of equations serves the prediction for a
+cost is an affine form (`planner.affine`), and one set of equations serves the prediction for a
 policy and the search's linear program:
 
     pass  = e max(resources, channels) + (1 - e) sum(resources)

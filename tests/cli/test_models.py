@@ -149,7 +149,7 @@ def test_what_is_on_this_machine(
         f"mine: {tiny('qwen3').path}\nlost: nowhere\nalias: opt-125m\n"
     )
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", "models.yaml")
-    monkeypatch.setattr("flexgen_helm.planner.weight_placement.fit", lambda *_: "in memory")
+    monkeypatch.setattr("flexgen_helm.planner.fit.fit", lambda *_: "in memory")
     found = rows(capsys)
     assert list(found)[:4] == ["mine", "lost", "alias", WHEEL_MODEL]
     here = {name for name, row in found.items() if row["is_here"]}
