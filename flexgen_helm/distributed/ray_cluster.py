@@ -255,8 +255,10 @@ class RayWorkers:
             )
         self.num_expected = max(1, min(size.room, options.workers or size.room))
         self.is_alone = options.workers == 1
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here)
+        on_this_node = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=on_this_node)
         self._board: Any = board.remote(SILENCE_S)
         _quieten_ray_data()
         pool = ray.data.ActorPoolStrategy(

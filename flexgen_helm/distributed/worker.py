@@ -198,7 +198,9 @@ class Worker:
             list(requests.values()),
             on_result=lambda i, result: outbox.put(Answered(indexes[i], result)),
             should_stop=stop.is_set,
-            on_drawn=lambda i, *drawn: outbox.put(DrawnAt(indexes[i], *drawn)),
+            on_drawn=lambda i, completion, step, token: outbox.put(
+                DrawnAt(indexes[i], completion, step, token)
+            ),
         )
         outbox.put(UnitRecord(dict(self._engine.last_run)))
 

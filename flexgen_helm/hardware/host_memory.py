@@ -50,8 +50,8 @@ def host_memory(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> HostMemory:
     """Return the machine's memory, or what the control groups of this process leave of it."""
     machine = psutil.virtual_memory()
     groups = memory_groups(mounts, cgroup)
-    found = [] if groups is None else _limits(groups)
-    limited = sorted((room, limit) for limit, room in found if limit < machine.total)
+    limits = [] if groups is None else _limits(groups)
+    limited = sorted((room, limit) for limit, room in limits if limit < machine.total)
     if not limited:
         return HostMemory(machine.total, machine.available)
     room, group_limit = limited[0]

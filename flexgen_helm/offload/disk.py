@@ -21,7 +21,7 @@ import itertools
 import os
 import resource
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext, suppress
 from math import prod
 from pathlib import Path
@@ -116,7 +116,7 @@ class DirectFile:
 
     def _transfer(self, is_write: bool, offset: int, buffer: Tensor) -> None:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        call = os.pwritev if is_write else os.preadv
+        call: Callable[[int, list[memoryview], int], int] = os.pwritev if is_write else os.preadv
         assert (
             offset % ALIGNMENT == 0
             and len(view) % ALIGNMENT == 0

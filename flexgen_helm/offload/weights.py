@@ -505,17 +505,17 @@ class _StageView(StageWeights):
     def lookup(self, name: str, rows: TableRows) -> Tensor:
         table = self._tensors[f"{self._stage}.{name}.weight"]
         if table.resident is not None:
-            found = table.resident.index_select(0, rows.on_device)
+            stored = table.resident.index_select(0, rows.on_device)
         else:
             assert table.offloaded is not None
-            found = table.offloaded.gather(rows.on_host)
+            stored = table.offloaded.gather(rows.on_host)
         if table.fmt is None:
-            return found.to(self._weights.dtype)
+            return stored.to(self._weights.dtype)
         # A row is a stripe of its own (`Precision.tables`).
         out = torch.empty(
-            (found.shape[0], table.width), dtype=self._weights.dtype, device=found.device
+            (stored.shape[0], table.width), dtype=self._weights.dtype, device=stored.device
         )
-        return dequantize_into(found, table.fmt, out)
+        return dequantize_into(stored, table.fmt, out)
 
 
 def _is_table(name: str) -> bool:

@@ -2,7 +2,7 @@
 paper's appendix).
 
 Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a
-cost is an affine form (`planner.problem`), and one set of equations serves the prediction for a
+cost is an affine form (`planner.affine`), and one set of equations serves the prediction for a
 policy and the search's linear program:
 
     pass  = e max(resources, channels) + (1 - e) sum(resources)
@@ -104,9 +104,9 @@ def block_costs(
         return _block_by_layers(problem, shape, resident, reads)
     # Each batch passes all layers by itself: a block of one batch, as many times.
     sequences = float(shape.num_sequences)
-    one = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
+    single_batch = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
     whole = replace(problem, ranks=1) if problem.ranks > 1 else problem
-    batch = _block_by_layers(whole, one, resident, reads)
+    batch = _block_by_layers(whole, single_batch, resident, reads)
     prefill_turns, decode_turns = _turns(problem.ranks, shape.num_gpu_batches)
     return replace(
         batch,
@@ -114,7 +114,7 @@ def block_costs(
         sequences=sequences,
         prefill=_repeated(batch.prefill, prefill_turns),
         decode=_repeated(batch.decode, decode_turns),
-        memory=_stored_memory(problem, one, shape.gpu_batch_size, 1, resident),
+        memory=_stored_memory(problem, single_batch, shape.gpu_batch_size, 1, resident),
     )
 
 

@@ -262,27 +262,25 @@ def make_plan(
 
 
 def search_precisions(
-    made: Plan, schedule: Schedule | None, max_latency: float | None
+    plan: Plan, schedule: Schedule | None, max_latency: float | None
 ) -> dict[str, Plan | None]:
     """Return the best plan of each precision that users choose between; None for one that does not
     fit.
 
-    made: the searched plan of one of them, under the same schedule and limit.
+    plan: the searched plan of one of them, under the same schedule and limit.
     """
     plans: dict[str, Plan | None] = dict.fromkeys(_COMPARED)
     for name in plans:
-        if name == made.problem.precision.name:
-            plans[name] = made
+        if name == plan.problem.precision.name:
+            plans[name] = plan
             continue
         problem = replace(
-            made.problem,
-            precision=replace(precision_named(name), published=made.problem.precision.published),
+            plan.problem,
+            precision=replace(precision_named(name), published=plan.problem.precision.published),
         )
         with suppress(MemoryLimitError):
-            found = search(
-                problem, AUTOMATIC if schedule is None else (schedule,), max_latency=max_latency
-            )
-            plans[name] = Plan(problem, found)
+            schedules = AUTOMATIC if schedule is None else (schedule,)
+            plans[name] = Plan(problem, search(problem, schedules, max_latency=max_latency))
     return plans
 
 

@@ -326,19 +326,19 @@ class RunMemory:
     def cache_bytes(self) -> dict[Tier, float]:
         """Bytes of each tier that cache blocks may take; raises as `limits`."""
         compute_tier = self._compute_tier
-        found = {
+        left = {
             **self._available,
             compute_tier: self._available[compute_tier] - self._states_bytes,
         }
         for tier in TIERS:
-            if found[tier] < 0 and (tier == compute_tier or self.placement.activations[tier] > 0):
-                missing = exact_size(math.ceil(-found[tier]))
+            if left[tier] < 0 and (tier == compute_tier or self.placement.activations[tier] > 0):
+                missing = exact_size(math.ceil(-left[tier]))
                 raise MemoryLimitError(
                     f"the {tier} tier has no room for one sequence: its cache in use and its "
                     f"hidden states need {missing} more there: raise {limit_flag(tier)} or lower "
                     "max_tokens"
                 )
-        return found
+        return left
 
 
 # Shares of the cache in host memory that are tried where the planned tiers have no room for the

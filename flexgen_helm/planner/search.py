@@ -166,18 +166,18 @@ def search(
     best = solutions[0]
     # of equals, one pass for all shares most, and small blocks end first
     if not problem.places_experts:
-        fastest = max(found.prediction.tokens_per_s for found in solutions)
+        fastest = max(solution.prediction.tokens_per_s for solution in solutions)
         best = min(
             (
-                found
-                for found in solutions
-                if found.prediction.tokens_per_s >= fastest * (1 - _EQUAL_WITHIN)
+                solution
+                for solution in solutions
+                if solution.prediction.tokens_per_s >= fastest * (1 - _EQUAL_WITHIN)
             ),
-            key=lambda found: (
-                _rank(_reads(problem, found.reading_s, found.policy.block_size)),
-                -_rank(found.prediction.tokens_per_s),
-                not found.schedule.is_single_pass,
-                found.policy.block_size,
+            key=lambda solution: (
+                _rank(_reads(problem, solution.reading_s, solution.policy.block_size)),
+                -_rank(solution.prediction.tokens_per_s),
+                not solution.schedule.is_single_pass,
+                solution.policy.block_size,
             ),
         )
     policy = as_placed(problem, best.policy)
@@ -472,8 +472,8 @@ def _explain_missing_memory(problem: PlanningProblem, schedules: Sequence[Schedu
     """Say how many bytes the smallest block needs and has on the tier that misses most, and what
     helps.
     """
-    schedule = schedules[0] if all(each.is_single_pass for each in schedules) else ZIGZAG
-    shape = BlockShape(1, 1, schedule)
+    only_single_pass = all(schedule.is_single_pass for schedule in schedules)
+    shape = BlockShape(1, 1, schedules[0] if only_single_pass else ZIGZAG)
     costs = block_costs(problem, replace(shape, passes=problem.most_passes(shape)))
     fractions = _filled_fast_first(problem, costs)
     needed = {tier: max(float(form @ fractions) for form in costs.memory[tier]) for tier in TIERS}

@@ -52,12 +52,12 @@ class ScenarioPlan:
     """
 
     entries: Sequence[EntryWorkload]
-    made: Plan
+    plan: Plan
     alone: Expectation
 
     @property
     def expected(self) -> Workload:
-        return self.made.problem.workload
+        return self.plan.problem.workload
 
     @property
     def limit(self) -> Workload:
@@ -73,7 +73,7 @@ class ScenarioPlan:
             "answer_tokens": self.expected.mean_output,
             "most_answer_tokens": self.limit.mean_output,
             **self.alone.to_json(),
-            "policy_flag": str(self.made.solution.policy),
+            "policy_flag": str(self.plan.solution.policy),
         }
 
 
@@ -81,14 +81,14 @@ class ScenarioPlan:
 class SuitePlan:
     """The plan of a suite.
 
-    made: of all entries together.
+    plan: of all entries together.
     as_one: seconds of that run.
     by_precision: the plan in each precision that users choose between, None where nothing fits;
         empty where a precision was asked for.
     """
 
     scenarios: Sequence[ScenarioPlan]
-    made: Plan
+    plan: Plan
     as_one: Expectation
     by_precision: Mapping[str, SuitePlan | None] = field(default_factory=dict)
 
@@ -115,14 +115,14 @@ class SuitePlan:
 
     def sample_s(self, share: float, factor: float = 1.0) -> float:
         """Return the seconds of one run of a share of the sequences; factor: of their answers."""
-        return _seconds(self.made, suite_workload(self.entries, factor).part(share))
+        return _seconds(self.plan, suite_workload(self.entries, factor).part(share))
 
     @property
     def limit_s(self) -> float:
         """Seconds of the better way if every answer had all tokens that it may have."""
         if self.is_one_run:
-            return _seconds(self.made, suite_workload(self.entries, math.inf))
-        return sum(_seconds(scenario.made, scenario.limit) for scenario in self.scenarios)
+            return _seconds(self.plan, suite_workload(self.entries, math.inf))
+        return sum(_seconds(scenario.plan, scenario.limit) for scenario in self.scenarios)
 
     def to_json(self) -> dict[str, Any]:
         """Return seconds and tokens as docs/explanation/planning.md describes them."""
@@ -132,10 +132,9 @@ class SuitePlan:
             "as_one_run": self.as_one.to_json(),
             "one_by_one": self.one_by_one.to_json(),
             "precisions": {
-                name: found and found.expected.to_json()
-                for name, found in self.by_precision.items()
+                name: plan and plan.expected.to_json() for name, plan in self.by_precision.items()
             },
-            "plan": self.made.to_json(),
+            "plan": self.plan.to_json(),
         }
 
 
@@ -149,44 +148,47 @@ def plan_suite(
 
     Raises `MemoryLimitError` where nothing fits.
     """
-    made = make_plan(replace(problem, workload=suite_workload(entries), endless=False))
-    planned = _suite_plan(made, entries)
+    plan = make_plan(replace(problem, workload=suite_workload(entries), endless=False))
+    planned = _suite_plan(plan, entries)
     by_precision: dict[str, SuitePlan | None] = {}
-    for name, found in search_precisions(made, None, None).items() if compare else ():
-        by_precision[name] = (
-            planned if found is made else _suite_plan(found, entries) if found else None
-        )
+    for name, in_precision in search_precisions(plan, None, None).items() if compare else ():
+        if in_precision is plan:
+            by_precision[name] = planned
+        else:
+            by_precision[name] = (
+                None if in_precision is None else _suite_plan(in_precision, entries)
+            )
     return replace(planned, by_precision=by_precision)
 
 
-def _suite_plan(made: Plan, entries: Sequence[EntryWorkload]) -> SuitePlan:
+def _suite_plan(plan: Plan, entries: Sequence[EntryWorkload]) -> SuitePlan:
     by_scenario: dict[str, list[EntryWorkload]] = {}
     for entry in entries:
         by_scenario.setdefault(entry.scenario, []).append(entry)
     scenarios = []
     for of_scenario in by_scenario.values():
-        problem = replace(made.problem, workload=suite_workload(of_scenario))
-        alone = made if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC))
+        problem = replace(plan.problem, workload=suite_workload(of_scenario))
+        alone = plan if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC))
         scenarios.append(ScenarioPlan(of_scenario, alone, _expectation(alone, of_scenario)))
-    return SuitePlan(scenarios, made, _expectation(made, entries))
+    return SuitePlan(scenarios, plan, _expectation(plan, entries))
 
 
-def _expectation(made: Plan, entries: Sequence[EntryWorkload]) -> Expectation:
-    shortest = _seconds(made, suite_workload(entries, 1 / ANSWER_FACTOR))
-    longest = _seconds(made, suite_workload(entries, ANSWER_FACTOR))
-    low, high = made.spread.of_time(shortest)[0], made.spread.of_time(longest)[1]
-    return Expectation(made.solution.prediction.latency_s, low, high)
+def _expectation(plan: Plan, entries: Sequence[EntryWorkload]) -> Expectation:
+    shortest = _seconds(plan, suite_workload(entries, 1 / ANSWER_FACTOR))
+    longest = _seconds(plan, suite_workload(entries, ANSWER_FACTOR))
+    low, high = plan.spread.of_time(shortest)[0], plan.spread.of_time(longest)[1]
+    return Expectation(plan.solution.prediction.latency_s, low, high)
 
 
-def _seconds(made: Plan, workload: Workload) -> float:
+def _seconds(plan: Plan, workload: Workload) -> float:
     """Return the seconds of other lengths with the policy of a plan, in smaller batches if they do
     not fit.
 
     A search would find policies that are as good or better; it takes a hundred times as long.
     """
-    if workload == made.problem.workload:
-        return made.solution.prediction.latency_s
-    problem, solution = replace(made.problem, workload=workload), made.solution
+    if workload == plan.problem.workload:
+        return plan.solution.prediction.latency_s
+    problem, solution = replace(plan.problem, workload=workload), plan.solution
     policy = solution.policy
     while workload.mean_output == 1 or not solution.schedule.is_single_pass:
         same = predict(problem, policy, solution.schedule)

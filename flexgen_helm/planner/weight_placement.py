@@ -75,7 +75,9 @@ class Placement:
 
     def bytes_on(self, tier: Tier) -> dict[str, int]:
         """Return the matrices of a tier and their bytes as stored."""
-        return {name: self.model.matrices[name] for name, at in self.weights.items() if at == tier}
+        return {
+            name: self.model.matrices[name] for name in self.weights if self.weights[name] == tier
+        }
 
     @property
     def streams_weights(self) -> bool:

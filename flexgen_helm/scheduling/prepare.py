@@ -321,5 +321,5 @@ def _identity(request: Request) -> tuple[object, ...]:
     if not asked.temperature:
         asked = replace(asked, top_p=1.0, seed=0)
     ids, stop = tuple(request.tokens), tuple(asked.stop)
-    known = replace(asked, prompt=None, messages=None, prompt_token_ids=ids, stop=stop, drawn=())
-    return known, request.num_context
+    content = replace(asked, prompt=None, messages=None, prompt_token_ids=ids, stop=stop, drawn=())
+    return content, request.num_context
