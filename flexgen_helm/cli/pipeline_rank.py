@@ -27,12 +27,13 @@ def as_rank(rank: Rank) -> Iterator[None]:
     """
     from flexgen_helm.engine.pipeline import leave_pipeline
 
-    @process.ours
+    @process.dropped_in_forks
     def end(number: int, frame: FrameType | None) -> None:
         raise Interrupted("ended by a signal; what is finished is kept")
 
     signal.signal(
-        signal.SIGTERM, process.ours(lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S))
+        signal.SIGTERM,
+        process.dropped_in_forks(lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S)),
     )
     signal.signal(signal.SIGALRM, end)
     end_with_parent()

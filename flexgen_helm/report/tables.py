@@ -98,15 +98,18 @@ def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     by_row = grouped(scored, lambda pair: (pair[0].entry, pair[1]))
     pairs = [pair for row in by_row.values() for pair in row]
     rows = [
-        (run.entry, metric, run.typed_model, run.precision,
-         _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
-         f"{run.num_scored:,}" if run.num_scored else "",
-         whole_text(run.workload.get("num_requests")))
+        {
+            "run entry": run.entry,
+            "metric": metric,
+            "model": run.typed_model,
+            "precision": run.precision,
+            "score": _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
+            "scored": f"{run.num_scored:,}" if run.num_scored else "",
+            "requests": whole_text(run.workload.get("num_requests")),
+        }
         for run, metric in pairs
-    ]  # fmt: skip
-    frame = pd.DataFrame(
-        rows, columns=["run entry", "metric", "model", "precision", "score", "scored", "requests"]
-    )
+    ]
+    frame = pd.DataFrame(rows)
     if not show_model:
         del frame["model"]
     links = {"precision": [run_link(run) for run, _ in pairs]}
@@ -307,31 +310,39 @@ def comparison_tables(
 
     scales: `interval_scales` of all that a page shows.
     """
-    links = {(run.entry, run.label): run_link(run) for run in model.runs}
+    run_links = {(run.entry, run.label): run_link(run) for run in model.runs}
     tables = []
     for precision, group in _by_precision(comparisons).items():
         rows = [
-            (comparison.run, metrics, comparison.equivalence.text if comparison.equivalence else "",
-             _change_text(comparison),
-             _interval(comparison), _flips(comparison), _score_text(comparison.baseline),
-             _score_text(comparison.value), f"{comparison.instances:,}", _p_value(comparison))
+            {
+                "run entry": comparison.run,
+                "metric": metrics,
+                "verdict": comparison.equivalence.text if comparison.equivalence else "",
+                "change": _change_text(comparison),
+                "95 % interval": _interval(comparison),
+                "flips": _flips(comparison),
+                model.baseline: _score_text(comparison.baseline),
+                precision: _score_text(comparison.value),
+                "n": f"{comparison.instances:,}",
+                "p": _p_value(comparison),
+            }
             for metrics, comparison in group
-        ]  # fmt: skip
-        names = ["run entry", "metric", "verdict", "change", "95 % interval", "flips"]
-        names += [model.baseline, precision, "n", "p"]
-        sides = model.baseline, precision
-        folders = {
-            name: [links.get((comparison.run, name), "") for _, comparison in group]
-            for name in sides
+        ]
+        links = {
+            label: [run_links.get((comparison.run, label), "") for _, comparison in group]
+            for label in (model.baseline, precision)
         }
-        marks = {
-            "95 % interval": [
-                _mark(comparison, scales[_unit(comparison)]) for _, comparison in group
-            ]
-        }
-        cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
-        optional = ("p", "n", *sides[::-1], "95 % interval")
-        tables.append(Table(cells, title, 2, folders, marks, optional=optional))
+        marks = [_mark(comparison, scales[_unit(comparison)]) for _, comparison in group]
+        tables.append(
+            Table(
+                pd.DataFrame(rows),
+                f"{precision} against {model.baseline}",
+                num_keys=2,
+                links=links,
+                marks={"95 % interval": marks},
+                optional=("p", "n", precision, model.baseline, "95 % interval"),
+            )
+        )
     return tables
 
 
