@@ -44,7 +44,8 @@ from flexgen_helm.checkpoint.manifest import (
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import state_dir, system_error
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 from flexgen_helm.files import (
