@@ -8,7 +8,6 @@ log-probabilities by up to 3e-3.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from flexgen_helm.checkpoint.published import filler
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     FLOAT_TYPES,
     MOST_THREADS,
-    TILE_ELEMENTS,
     LogicalTensor,
     row_tiles,
 )
@@ -150,10 +148,11 @@ class Checkpoint(ABC):
             fill = filler(stored.published, title)
 
             def read(
-                tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill
+                tile: tuple[int, int], offset: int = done - rows.start, fill: FillRows = fill
             ) -> torch.Tensor:
-                packed = memory(at + tile[0], tile[1])
-                fill(tile[0], packed)
+                first, count = tile
+                packed = memory(offset + first, count)
+                fill(first, packed)
                 if not_finite(packed, fmt):
                     raise CheckpointError(
                         f"{title} contains a value that is not finite; fetch the model again"
@@ -322,15 +321,15 @@ class Checkpoint(ABC):
                 total += norm**2
             yield tile.to(self._dtype_of(name))
         if error > _MAX_FLOAT16_ERROR**2 * total:
-            lost = (
+            raise self._type_error(
                 f"{self._title(name)} would lose {(error / total) ** 0.5:.1%} of its norm in "
                 "float16"
             )
-            raise (
-                Float16Error(lost)
-                if self.as_float16
-                else CheckpointError(f"{lost}; {_SAVE_AS_BFLOAT16}")
-            )
+
+    def _type_error(self, problem: str) -> CheckpointError | Float16Error:
+        if self.as_float16:
+            return Float16Error(problem)
+        return CheckpointError(f"{problem}; {_SAVE_AS_BFLOAT16}")
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if len(self.shapes[name]) == 1 else self.storage_dtype
@@ -352,11 +351,8 @@ class Checkpoint(ABC):
         if not extremes.to(self._computed_dtype(name)).isfinite().all():
             largest = float(extremes.abs().max())
             dtype = str(self._computed_dtype(name)).removeprefix("torch.")
-            wrong = f"{self._title(name)} contains {largest:g}, too large for {dtype}"
-            raise (
-                Float16Error(wrong)
-                if self.as_float16
-                else CheckpointError(f"{wrong}; {_SAVE_AS_BFLOAT16}")
+            raise self._type_error(
+                f"{self._title(name)} contains {largest:g}, too large for {dtype}"
             )
 
 
@@ -365,63 +361,6 @@ def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor])
     float32.
     """
     return all(
-        one is not None and two is not None and torch.equal(one.float(), two.float())
-        for one, two in zip_longest(first, second)
+        a is not None and b is not None and torch.equal(a.float(), b.float())
+        for a, b in zip_longest(first, second)
     )
-
-
-# ---- seeded random weights: measuring throughput needs only the shapes ----
-
-_STD = 0.02
-
-
-class DummyCheckpoint(Checkpoint):
-    """Each tensor follows from (seed, name) alone, in whatever order tensors are read.
-
-    Matrices and tables are normal with a standard deviation of 0.02. Those that write into the
-    residual stream (`attn.o`, `down`) are smaller by the square root of their number, which keeps
-    the hidden states of deep models of order one, far inside float16. Norms multiply by 1, norm
-    biases are 0, other biases a tenth of the matrices'.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        seed: int,
-        storage_dtype: torch.dtype,
-        tokenizer_path: Path | None = None,
-    ) -> None:
-        self.config, self.storage_dtype, self.tokenizer_path = config, storage_dtype, tokenizer_path
-        self._seed = seed
-
-    @property
-    def fingerprint(self) -> str:
-        # The config's text has every size, and torch's version decides the numbers drawn.
-        text = (
-            f"dummy 1 {self._seed} {self.storage_dtype} {torch.__version__} "
-            f"{self.config.identity_text()}"
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def _title(self, name: str) -> str:
-        return f"dummy weights: tensor {name}"
-
-    def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        total = prod(self.shapes[name])
-        mean, std = self._distribution(name)
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        for start in range(0, total, TILE_ELEMENTS):
-            tile = torch.empty(min(TILE_ELEMENTS, total - start), dtype=torch.float32)
-            yield tile.normal_(mean, std, generator=generator) if std else tile.fill_(mean)
-
-    def _distribution(self, name: str) -> tuple[float, float]:
-        """Return mean and standard deviation."""
-        owner, _, leaf = name.rpartition(".")
-        if owner.endswith("norm"):
-            return (self.config.neutral_norm_weight if leaf == "weight" else 0.0), 0.0
-        if leaf == "bias":
-            return 0.0, _STD / 10
-        if owner.endswith(("attn.o", ".down")):
-            return 0.0, _STD / sqrt(2 * self.config.num_layers)
-        return 0.0, _STD

@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, DummyCheckpoint
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.dummy_checkpoint import DummyCheckpoint
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import folder_of, read_config, tokenizer_folder
 from flexgen_helm.checkpoint.local_files import origin_of, snapshot_fingerprint_of
@@ -69,8 +70,9 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def open_as(kind: type[ModelConfig], path: Path, fingerprint: str | None = None) -> Checkpoint:
-    """Open a folder of safetensors files for a kind of record; the folder itself may lead to the
-    other one.
+    """Open a folder of safetensors files for a kind of config.
+
+    That is the caller's choice: modules of `transformers` compute what our own decoder does, too.
     """
     if not issubclass(kind, TransformersConfig):
         return SafetensorsCheckpoint(path, fingerprint)

@@ -27,10 +27,10 @@ from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     FLOAT_TYPES,
     LogicalTensor,
-    check_unread,
 )
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
+from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
 from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX

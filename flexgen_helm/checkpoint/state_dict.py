@@ -36,9 +36,9 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
     FLOAT_TYPES,
     TORCH_TYPES,
     LogicalTensor,
-    check_unread,
 )
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from flexgen_helm.checkpoint.paths import explain, system_error
+from flexgen_helm.checkpoint.system_errors import explain, system_error
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.pipeline_rank import as_rank, follow_rank_0
 from flexgen_helm.errors import FlexgenError, Interrupted

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flexgen_helm.checkpoint.paths import explain, state_dir, state_lock
+from flexgen_helm.checkpoint.paths import state_dir, state_lock
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import existing_folder, replace_text, require_writable

@@ -17,7 +17,8 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.concurrency import require_linux, stop_point
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import (

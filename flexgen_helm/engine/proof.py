@@ -40,13 +40,8 @@ import torch
 from torch import Tensor, nn
 
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import (
-    read_state,
-    state_dir,
-    state_lock,
-    system_error,
-    update_state,
-)
+from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
+from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.loop_attention import has_packed_steps
 from flexgen_helm.engine.opening import OpenedModel

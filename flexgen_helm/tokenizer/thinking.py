@@ -54,14 +54,12 @@ class ThinkingTracker:
     While a completion may still become `<think>` they wait.
     """
 
-    __slots__ = ("_at", "_begin", "_end", "_opening", "_reach", "_stage", "num_thinking_tokens")
-
     def __init__(self, thinking: ThinkingFormat) -> None:
         self._begin, end, self._opening, _ = (mark.encode() for mark in thinking.marks)
         self._end, self._reach = _pattern(end), len(end) + _FORMAT_BYTES
         self._stage: Literal["undecided", "thinking", "after", "answer"]
         self._stage = "thinking" if thinking.begins_inside else "undecided"
-        self._at = 0  # from where on to search, and in the end where the answer begins
+        self._search_from = 0  # from where on to search, and in the end where the answer begins
         self.num_thinking_tokens = 0
 
     @property
@@ -71,7 +69,7 @@ class ThinkingTracker:
     @property
     def answer_start(self) -> int | None:
         """The byte from which stop strings count; None before."""
-        return self._at if self._stage == "answer" else None
+        return self._search_from if self._stage == "answer" else None
 
     def push(self, data: bytearray) -> None:
         """Look at the bytes so far, after each token."""
@@ -81,20 +79,22 @@ class ThinkingTracker:
             if text.startswith(self._begin):
                 # An end mark may begin with the begin mark (`<|channel|>`), so the search starts at
                 # the latter.
-                self._stage, self._at = "thinking", len(data) - len(text)
+                self._stage, self._search_from = "thinking", len(data) - len(text)
             elif not self._begin.startswith(text):
                 self._stage = "answer"
         if self._stage == "thinking":
-            end = self._end.search(data, self._at)
+            end = self._end.search(data, self._search_from)
             # The next search begins where an end that is here in part may begin.
-            self._at = end.end() if end else max(self._at, len(data) - self._reach)
+            self._search_from = (
+                end.end() if end else max(self._search_from, len(data) - self._reach)
+            )
             if end:
                 self._stage = "after"
         if self._stage == "after":
-            text = bytes(data[self._at :]).lstrip()
+            text = bytes(data[self._search_from :]).lstrip()
             if self._opening and text.startswith(self._opening):
                 text, self._opening = text.removeprefix(self._opening).lstrip(), b""
-            self._at = len(data) - len(text)
+            self._search_from = len(data) - len(text)
             if not self._opening.startswith(text):
                 self._stage = "answer"
 
