@@ -214,7 +214,7 @@ def store_prompts(
     for prompt, (units, older) in zip(metadata.prompts, encoded):
         if prompt.sequence.needs_cache:
             keys_values = k[prompt.tokens], v[prompt.tokens]
-            at.cache.write(prompt.sequence, at.layer, keys_values, units)
+            at.cache.write(prompt.sequence.seat, at.layer, keys_values, units)
         yield prompt, older
 
 

@@ -228,11 +228,13 @@ class KVCache:
 
     # Writing
 
-    def write(self, sequence: Sequence, layer: int, keys_values: KeysValues, units: Planes) -> None:
+    def write(
+        self, seat: tuple[CacheBlock, int], layer: int, keys_values: KeysValues, units: Planes
+    ) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt; units: its whole groups, encoded."""
         if not self._stores[layer]:
             return
-        block, slot = sequence.seat
+        block, slot = seat
         stored, cache = self._stored_layer(layer), self._open(block)
         if self._window is not None:
             cache.newest.write(stored, slot, self._window.encode_prompt(*keys_values))

@@ -78,7 +78,7 @@ class Reference:
 
 def write(cache, sequence, layer, k, v):
     ((units, _),) = cache.codec.encode_prompts(k, v, [(slice(0, len(k)), True)])
-    cache.write(sequence, layer, (k, v), units)
+    cache.write(sequence.seat, layer, (k, v), units)
 
 
 def open_cache(folder, home, fmt, overlap):
