@@ -389,10 +389,10 @@ def _install_steps(order: Order, folder: Path) -> None:
         DirectFile._transfer = held  # type: ignore[method-assign]
     run = executor.Executor.run
 
-    def slow(self: Any, batches: Any, *args: Any) -> None:
-        began, num_tokens = time.time(), sum(batch.num_tokens for batch in batches)
+    def slow(self: Any, current: Any) -> None:
+        began, num_tokens = time.time(), sum(batch.num_tokens for batch in current.batches)
         time.sleep(order.pass_s + order.token_s * num_tokens)
-        run(self, batches, *args)
+        run(self, current)
         if (folder / "promised").exists():  # not of the small model that is compared
             print(began, time.time(), num_tokens, file=passes)
 
