@@ -388,12 +388,12 @@ def _install_steps(order: Order, folder: Path) -> None:
         DirectFile._transfer = held  # type: ignore[method-assign]
     run = executor.Executor.run
 
-    def slow(self: Any, batches: Any, *args: Any) -> None:
+    def slow(self: Any, current: Any) -> None:
         time.sleep(order.pass_s)
         began = time.time()
-        run(self, batches, *args)
+        run(self, current)
         if (folder / "promised").exists():  # not of the small model that is compared
-            num_tokens = sum(batch.num_tokens for batch in batches)
+            num_tokens = sum(batch.num_tokens for batch in current.batches)
             print(began, time.time(), num_tokens, file=passes)
 
     executor.Executor.run = slow  # type: ignore[method-assign]
