@@ -97,6 +97,11 @@ class GenerationRequest:
     top_logprobs: int = 0
     drawn: Sequence[Sequence[DrawnToken]] = ()
 
+    @property
+    def max_fed_tokens(self) -> int:
+        """Most drawn tokens of a completion that pass the model: the last one does not."""
+        return max(0, self.max_tokens - 1)
+
     def validate(self) -> None:
         """Raise `RequestError` if the request contradicts itself; needs no model."""
         for name, (kind, meaning) in _KINDS.items():

@@ -287,8 +287,8 @@ class ResponseWriter:
     """The response cache of one engine during a block: results are written in transactions.
 
     A result is on the disk `MAX_PENDING_S` after it was added, also if no other one follows. A
-    cache that fails is told once. Where the disk is full or fails, what is pending waits for the
-    next write; what is damaged or stays locked is given up, and results are not stored.
+    cache that fails, on a full disk or another, is told once, and what is pending waits for the
+    next write.
     """
 
     def __init__(self, path: Path | None, model: str) -> None:
@@ -303,32 +303,27 @@ class ResponseWriter:
         self._keep_every_s = KEEP_EVERY_S
         self._lock = threading.RLock()
         self._cache: ResponseCache | None = None
-        with self._given_up_on_error():
+        with self._told_on_error():
             self._cache = ResponseCache(path, model) if path is not None else None
 
     @contextmanager
-    def _given_up_on_error(self) -> Iterator[None]:
+    def _told_on_error(self) -> Iterator[None]:
         try:
             yield
         except ResponseCacheError as error:
-            cause = error.__cause__
-            ends = not isinstance(cause, sqlite3.OperationalError) or "locked" in str(cause)
-            if ends or not self._fails:
+            if not self._fails:
                 report(Message(f"results are not stored for a later run: {error}"))
             self._fails = True
-            if self._cache is not None and ends:
-                self._cache.close()
-                self._cache = None
 
     def get_many(self, keys: list[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""
-        with self._lock, self._given_up_on_error():
+        with self._lock, self._told_on_error():
             return self._cache.get_many(keys) if self._cache else {}
         return {}
 
     def take_drawn(self, keys: list[str]) -> dict[str, list[list[DrawnToken]]]:
         """Return what was drawn of unfinished answers among `keys`, by completion."""
-        with self._lock, self._given_up_on_error():
+        with self._lock, self._told_on_error():
             return self._cache.take_drawn(keys) if self._cache else {}
         return {}
 
@@ -341,7 +336,7 @@ class ResponseWriter:
             if len(self._pending) >= MAX_PENDING_RESULTS and not self._fails:
                 self._flush()
             else:
-                self._flush_within(MAX_PENDING_S)
+                self._flush_within(self._keep_every_s if self._fails else MAX_PENDING_S)
 
     def draw(self, key: str, completion: int, step: int, drawn: DrawnToken) -> float | None:
         """Keep a token of an answer that has not ended; return the seconds that tokens wait to be
@@ -349,7 +344,7 @@ class ResponseWriter:
         """
         with self._lock:
             if self._cache is not None:
-                if not self._drawn:
+                if not self._drawn and not self._fails:
                     self._waits_since = time.monotonic()
                 steps = self._steps.setdefault(key, {})
                 # again, since a worker was lost, and perhaps otherwise
@@ -379,7 +374,7 @@ class ResponseWriter:
                 self._timer.cancel()
                 self._timer = None
             began = time.monotonic()
-            with self._given_up_on_error():
+            with self._told_on_error():
                 if self._cache is not None:
                     self._cache.put_many(self._pending, self._drawn, self._restarted)
                     if self._fails:

@@ -20,18 +20,12 @@ from pathlib import Path
 
 import yaml
 
-from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.fetch import local_weights
-from flexgen_helm.checkpoint.names import (
-    CATALOG,
-    PREFIX,
-    ResolvedModel,
-    base_name,
-    is_hub_name,
-    known_names,
-    naming_advice,
-    resolve,
-)
+from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
+from flexgen_helm.checkpoint.known_names import known_names
+from flexgen_helm.checkpoint.local_files import local_weights
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.naming_advice import naming_advice
+from flexgen_helm.checkpoint.suffixes import PREFIX, base_name, is_hub_name
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, listed, question
 

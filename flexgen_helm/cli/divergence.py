@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.checkpoint.names import PREFIX, resolve
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, ModelName, OutputPath
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, read_input, say
@@ -20,7 +21,7 @@ from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.paths import data_dir, explain, state_dir
+from flexgen_helm.checkpoint.paths import data_dir, state_dir
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, print_rows

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from flexgen_helm.errors import Interrupted, PipelineError
-from flexgen_helm.hardware.process_state import Rank
+from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.service import process
 
 # Seconds to wait after SIGTERM: a broken connection tells which rank was lost, and torchrun, which

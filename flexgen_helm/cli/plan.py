@@ -15,6 +15,7 @@ from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
     JsonFlag,
+    ModelName,
     OutFile,
     OutputPath,
     UntilTime,
@@ -59,9 +60,6 @@ _NOTABLE_SHARE = 0.02
 _RUN_ENTRY = "simple_mcqa:model="
 
 
-_NamedModel = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="As --model.", autocompletion=complete_model)
-]
 _Model = Annotated[
     str | None,
     typer.Option(
@@ -122,7 +120,7 @@ _Suite = Annotated[
 
 def plan(
     engine: EngineOptions,
-    named: _NamedModel = None,
+    named: ModelName = "",
     model: _Model = None,
     prompt_len: _PromptLen = None,
     gen_len: _GenLen = None,
@@ -152,7 +150,7 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
-    model = model or named
+    model = model or named or None
     has_lengths = any(value is not None for value in (prompt_len, gen_len, num_seqs))
     has_suite_options = any(
         value is not None for value in (max_eval_instances, suite, until, hours)
@@ -266,8 +264,8 @@ def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | No
     else:
         print_time(planned.expected, number, precision, by_precision)
     console.print(
-        f"{model} on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
-        f"{count(round(workload.output), 'generated token')} each"
+        f"{model} on {problem.hardware.name}: {number} of {workload.mean_prompt:,.0f} tokens, "
+        f"{count(round(workload.mean_output), 'generated token')} each"
     )
     print_stored_type(model, problem)
     if prediction.feasible:
@@ -287,8 +285,8 @@ def _block_text(planned: Plan) -> str:
 
 def _print_remarks(planned: Plan) -> None:
     """Print the batches, what bounds the speed, and what a stop costs."""
+    from flexgen_helm.planner.affine import fraction_vector
     from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import fraction_vector
 
     problem, solution, console = planned.problem, planned.solution, output()
     policy, prediction = solution.policy, solution.prediction
@@ -344,8 +342,8 @@ def _precision_row(name: str, planned: Plan | None) -> dict[str, str]:
 
 def _print_placement(planned: Plan) -> None:
     """Print shares and bytes by tier."""
+    from flexgen_helm.planner.affine import fractions_by_kind
     from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import fractions_by_kind
 
     problem, memory = planned.problem, planned.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, planned.solution.policy))

@@ -22,12 +22,12 @@ from flexgen_helm.cli.plan_problem import (
 )
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
-from flexgen_helm.planner.plan import ANSWER_FACTOR
+from flexgen_helm.planner.suite_plan import ANSWER_FACTOR
 from flexgen_helm.report.paired import margin_shown
 from flexgen_helm.tiers import TIER_PLACES
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.plan import ScenarioPlan, SuitePlan
+    from flexgen_helm.planner.suite_plan import ScenarioPlan, SuitePlan
 
 # As HELM's leaderboards take.
 _MOST_INSTANCES = 1000
@@ -118,7 +118,7 @@ def print_suite(
     Raises `UsageError` where HELM has made no prompts of an entry.
     """
     from flexgen_helm.cli.suite_lengths import PromptReader
-    from flexgen_helm.planner.plan import plan_suite
+    from flexgen_helm.planner.suite_plan import plan_suite
     from flexgen_helm.report.answers import asked_instances
 
     entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)
@@ -205,7 +205,7 @@ def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
             / 1000
         )
 
-    expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.made.spread.high)
+    expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.plan.spread.high)
     entries = [
         {
             "entry": entry.entry,
@@ -220,7 +220,7 @@ def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
 
 
 def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) -> None:
-    plan, total, console = planned.made, planned.expected, output()
+    plan, total, console = planned.plan, planned.expected, output()
     entries = planned.entries
     number = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"
     print_time(total, number, plan.problem.precision.name, planned.by_precision)
@@ -254,7 +254,7 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) ->
         console.print(plan.why)
     else:
         longest = max(planned.scenarios, key=lambda scenario: scenario.alone.seconds)
-        console.print(f"{longest.entries[0].scenario}, which takes longest: {longest.made.why}")
+        console.print(f"{longest.entries[0].scenario}, which takes longest: {longest.plan.why}")
     if commands:
         console.print(f"To run it{', the longest first' * (len(commands) > 1)}:")
     for command in commands:
@@ -267,7 +267,7 @@ def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
         return {"precision": name, "takes": "no plan"}
     return {
         "precision": name,
-        "weights": size(found.made.problem.stored_bytes),
+        "weights": size(found.plan.problem.stored_bytes),
         "runs": "1" if found.is_one_run else str(len(found.scenarios)),
         "takes": spelled_duration(found.expected.seconds),
         "expect": range_text(found.expected),
@@ -275,17 +275,18 @@ def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
 
 
 def _scenario_row(scenario: ScenarioPlan, planned: SuitePlan) -> dict[str, str]:
-    expected, answer, limit = scenario.expected, scenario.expected.output, scenario.limit.output
+    expected = scenario.expected
+    answer, limit = expected.mean_output, scenario.limit.mean_output
     return {
         "scenario": scenario.entries[0].scenario,
         "entries": str(len(scenario.entries)),
         "sequences": f"{expected.num_sequences:,}",
-        "prompt": f"{expected.prompt:,.0f}",
-        "shared": f"{expected.prompt - expected.computed:,.0f}",
+        "prompt": f"{expected.mean_prompt:,.0f}",
+        "shared": f"{expected.mean_prompt - expected.mean_computed:,.0f}",
         "answer": f"{answer:,.0f}"
         if round(answer) == round(limit)
         else f"{answer:,.0f} of {limit:,.0f}",
         "alone": spelled_duration(scenario.alone.seconds),
         "expect": range_text(scenario.alone),
-        "policy": str((planned if planned.is_one_run else scenario).made.solution.policy),
+        "policy": str((planned if planned.is_one_run else scenario).plan.solution.policy),
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, OutputPath, SuiteName
 from flexgen_helm.cli.console import output, print_json, say, write_file, write_json
 from flexgen_helm.errors import UsageError

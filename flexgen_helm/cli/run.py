@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
@@ -37,7 +38,7 @@ from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count, duration, read_object, require_writable
-from flexgen_helm.hardware.process_state import why_no_cuda
+from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.console import say
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.plan import EntryWorkload
+from flexgen_helm.planner.suite_plan import EntryWorkload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.report.answers import DRY_RUN_FOLDER, STATE_FILE, asked_instances
 from flexgen_helm.report.scores import entry_of, require_suite
@@ -73,7 +73,8 @@ class PromptReader:
 
         Raises `UsageError` for a file that cannot be used, or has fewer instances than the data.
         """
-        from flexgen_helm.scheduling.prepare import planned_workload, prepare
+        from flexgen_helm.scheduling.prepare import prepare
+        from flexgen_helm.scheduling.run_size import planned_workload
         from flexgen_helm.service.models import model_arguments
 
         states = read_object(file).get("request_states", ())

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from flexgen_helm.checkpoint import names
-from flexgen_helm.checkpoint.fetch import local_weights
+from flexgen_helm.checkpoint import known_names, names, suffixes
+from flexgen_helm.checkpoint.local_files import local_weights
 from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, OutputPath, require_folder
 from flexgen_helm.cli.batch import recorded_lines
 from flexgen_helm.cli.completion import complete_model
@@ -295,7 +295,7 @@ def _find_model(
     """
     from flexgen_helm.engine.device import compute_device
 
-    name, revision = names.without_digest(source.model), None
+    name, revision = suffixes.without_digest(source.model), None
     chat = {} if is_bundle else source.chat_template or {}  # a bundle's prompts are token ids
     device = engine.get("device", "auto")
     options = {
@@ -316,8 +316,8 @@ def _find_model(
         if commit and commit[1] == resolved.hub_repo:
             revision = commit[2]
             resolved = replace(resolved, revision=revision)
-        is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(
-            names.user_names()
+        is_known = resolved.path is None or not {name, suffixes.base_name(name)}.isdisjoint(
+            known_names.user_names()
         )
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(

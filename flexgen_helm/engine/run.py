@@ -18,7 +18,7 @@ from flexgen_helm.progress import KEEP_EVERY_S
 from flexgen_helm.request import Cost, DrawnToken, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
-from flexgen_helm.scheduling.scheduler import Scheduler, work_items
+from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
     Batch,
@@ -27,6 +27,7 @@ from flexgen_helm.scheduling.sequence import (
     Sequence,
     SequenceKind,
 )
+from flexgen_helm.scheduling.stage_visits import work_items
 from flexgen_helm.tiers import MEMORY_ADVICE
 
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
@@ -56,8 +57,8 @@ class ResultCollector:
         self._num_finished = 0
         self._reported_at = 0.0
         self.at = (0, 0, 0)  # pass, layer, and of how many
-        self._keep_s: float | None = KEEP_EVERY_S if on_drawn is not None else None
-        self._pass_began = self._longest_pass_s = self._restart_s = 0.0
+        self._keep_s = KEEP_EVERY_S if on_drawn else None
+        self._pass_began = self._last_pass_s = self._restart_s = 0.0
         self.runs: list[Run] = []
 
     @property
@@ -74,14 +75,14 @@ class ResultCollector:
     def begin_pass(self) -> None:
         """Note what is computed again if the run ends in this pass."""
         now = time.perf_counter()
-        self._longest_pass_s = max(self._longest_pass_s, now - (self._pass_began or now))
+        self._last_pass_s = now - (self._pass_began or now)
         self._pass_began = now
         self._restart_s = sum(run.restart_s for run in self.runs)
 
     def _stop_s(self, now: float) -> float:
         if self._keep_s is None:
             return 0.0
-        return self._keep_s + max(self._longest_pass_s, now - self._pass_began) + self._restart_s
+        return self._keep_s + max(self._last_pass_s, now - self._pass_began) + self._restart_s
 
     def note(self, request: Request, completion: int, step: int, drawn: DrawnToken) -> None:
         """Report a token of a request that has not ended."""

@@ -6,6 +6,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -54,7 +55,8 @@ def run_command(arguments: Sequence[str]) -> None:
             engine_options(arguments_of_model.get("arguments", {}))
     if folder := getattr(parsed, "include_path", None):
         for file in Path(folder).rglob("*.yaml"):
-            file.open().close()  # the harness leaves out what it cannot read
+            with suppress(FileNotFoundError):  # a link to nothing, as editors make
+                file.open().close()  # the harness leaves out what it cannot read
     refuse = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
     logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
     try:

@@ -10,7 +10,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.common.object_spec import get_class_by_name
 
-from flexgen_helm.checkpoint.paths import explain
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.errors import FlexgenError
 
 # HELM's executor appends it to a message, with the whole prompt

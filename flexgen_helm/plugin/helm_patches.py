@@ -37,7 +37,7 @@ from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.common.hierarchical_logger import hlog, hwarn
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count, naming, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.model_deployment_registry import get_model_deployment
 
-from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, parse_option
 from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin import registration

@@ -30,7 +30,7 @@ from helm.benchmark.tokenizer_config_registry import (
 )
 from helm.common.hierarchical_logger import hwarn
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.run_entries import CLIENT_CLASS

@@ -16,8 +16,8 @@ from typing import Any
 
 from helm.common.request import Request
 
-from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count

@@ -32,8 +32,8 @@ from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner, RunnerError
 
-from flexgen_helm.checkpoint.names import PREFIX
-from flexgen_helm.checkpoint.paths import explain
+from flexgen_helm.checkpoint.suffixes import PREFIX
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.files import replace_json
 from flexgen_helm.plugin import deployment_files, helm_patches, registration

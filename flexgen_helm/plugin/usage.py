@@ -176,7 +176,7 @@ def local_files(model: ModelArguments) -> dict[str, Any]:
 
     Empty if no file of the model is on this machine.
     """
-    from flexgen_helm.checkpoint.fetch import bytes_by_type, local_weights, origin_of
+    from flexgen_helm.checkpoint.local_files import bytes_by_type, local_weights, origin_of
     from flexgen_helm.checkpoint.names import resolve
 
     with suppress(FlexgenError, OSError, ValueError):

@@ -45,9 +45,9 @@ def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
         if "bytes" in block:
             blocks[json.dumps(block)] = block
         model_values |= {key: record[key] for key in _MODEL_KEYS if record.get(key) is not None}
-    took: dict[str, Any] = {}
-    for block in blocks.values():
-        took = add_blocks(took, block)
+    took: Mapping[str, Any] = {}
+    for of_block in blocks.values():
+        took = add_blocks(took, of_block)
     return {**took, **model_values, **_add_usage(same)}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.checkpoint.names import original_of
+from flexgen_helm.checkpoint.known_names import original_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS

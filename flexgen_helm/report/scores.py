@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS

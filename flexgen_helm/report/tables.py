@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.files import duration, size
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
-from flexgen_helm.checkpoint.paths import system_error
+from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import size
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult

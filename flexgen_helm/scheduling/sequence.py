@@ -227,7 +227,8 @@ class Request:
         on.
         """
         drawn = sum(completion.num_drawn for completion in self.completions)
-        return self._prefill_s * (1 + drawn / max(1, len(self.tokens)))
+        computed = len(self.tokens) + self.num_resumed
+        return self._prefill_s * (len(self.tokens) + drawn) / max(1, computed)
 
     def resume(self, eos_ids: Collection[int]) -> None:
         """Take what an earlier run has drawn."""

@@ -83,6 +83,16 @@ def test_what_cannot_be_is_refused_with_one_sentence(tasks, few_tasks, capfd, wo
     assert last.startswith("flexgen-helm: ") and why in last
 
 
+def test_a_task_that_cannot_be_read_is_named(tmp_path, few_tasks, capfd):
+    """The harness leaves it out, and says that the task is not known."""
+    (tmp_path / "some.yaml").mkdir()
+    (tmp_path / ".#other.yaml").symlink_to("nothing")
+    words = ["--include_path", str(tmp_path), "--tasks", "some", "--model_args", "pretrained=llama"]
+    assert cli.main(["lm-eval", *words]) == 1
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert "some.yaml cannot be used: Is a directory" in last
+
+
 def test_a_misspelt_argument_is_refused_before_tasks_are_looked_for(few_tasks, capfd):
     words = [
         "--tasks",

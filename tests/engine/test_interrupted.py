@@ -11,8 +11,9 @@ import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.kernels.attention import can_attend
+from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.request import DrawnToken, ThinkingFormat
+from flexgen_helm.scheduling.sequence import Request
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VOCABULARY, build_tiny
 
@@ -131,7 +132,10 @@ def values(result):
     return completions, numbers, (tops, result.prompt_greedy)
 
 
-@pytest.mark.skipif(not can_attend(torch.zeros(1, 1, 1)), reason="no compiled loop attends here")
+@pytest.mark.skipif(
+    not can_attend_caches(torch.device("cpu"), torch.float32),
+    reason="no compiled loop attends here",
+)
 @pytest.mark.parametrize(("kind", "precision"), KINDS)
 def test_bits_are_those_of_a_run_without_an_interruption(tmp_path, kind, precision):
     model = build_tiny(tmp_path / "model", kind).path
@@ -173,3 +177,17 @@ def test_a_run_whose_answers_were_all_drawn_computes_nothing(tmp_path):
                 whole[i].completions for i in numbers
             ]
             assert found[-1].prompt_logprobs == whole[numbers[-1]].prompt_logprobs
+
+
+def test_a_restart_costs_the_tokens_that_it_computes_again():
+    token = DrawnToken(3, -1.0)
+    asked = GenerationRequest(
+        prompt_token_ids=[5] * 10, max_tokens=100, ignore_eos=True, drawn=[[token] * 30]
+    )
+    request = Request(asked, [5] * 10, 0, None)
+    request.resume(())
+    request.charge(True, tokens=40, flops=0.0, seconds=4.0, batch_size=1)
+    assert request.restart_s == 4.0
+    for _ in range(10):
+        request.completions[0].push(token, ())
+    assert request.restart_s == 5.0

@@ -61,7 +61,7 @@ class Order:
     read_gb_s: of weights on the disk, where it is not as fast as the disk is.
     copies: what a copy of the folder has at that moment stays, as of a machine without power.
     deadline_s: seconds after which the process says where it is, and ends.
-    pass_s: seconds that a pass takes longer. keep_every_s: most seconds that a token is not kept.
+    pass_s, token_s: seconds that a pass takes longer, and for each of its tokens. keep_every_s: most seconds that a token is not kept.
     fault: call, number, errno, and whether all later ones fail too, as of `arm` in failing_calls.c;
         None leaves calls as they are. Those in FOLDERS are in the file `calls` if the process was
         given `library`.
@@ -82,6 +82,7 @@ class Order:
     unguarded: bool = False
     fault: tuple[str, int, int, bool] | None = None
     pass_s: float = 0.0
+    token_s: float = 0.0
     read_gb_s: float = 0.0
     keep_every_s: float = 10.0
     copies: bool = False
@@ -319,7 +320,7 @@ def _install_steps(order: Order, folder: Path) -> None:
     from flexgen_helm.checkpoint import convert, fingerprint
     from flexgen_helm.engine import divergence, executor
     from flexgen_helm.offload.disk import DirectFile
-    from flexgen_helm.offload.transfer_stats import RateLimit
+    from flexgen_helm.offload.rate_limit import RateLimit
     from flexgen_helm.request import Progress
 
     count = 0
@@ -381,19 +382,18 @@ def _install_steps(order: Order, folder: Path) -> None:
     if order.read_gb_s:
         limit, transfer = RateLimit(order.read_gb_s), DirectFile._transfer
 
-        def held(self: Any, call: Any, offset: int, buffer: Any) -> None:
-            with limit.transfer(buffer.nbytes if call is os.preadv else 0):
-                transfer(self, call, offset, buffer)
+        def held(self: Any, is_write: bool, offset: int, buffer: Any) -> None:
+            with limit.transfer(0 if is_write else buffer.nbytes):
+                transfer(self, is_write, offset, buffer)
 
         DirectFile._transfer = held  # type: ignore[method-assign]
     run = executor.Executor.run
 
     def slow(self: Any, current: Any) -> None:
-        time.sleep(order.pass_s)
-        began = time.time()
+        began, num_tokens = time.time(), sum(batch.num_tokens for batch in current.batches)
+        time.sleep(order.pass_s + order.token_s * num_tokens)
         run(self, current)
         if (folder / "promised").exists():  # not of the small model that is compared
-            num_tokens = sum(batch.num_tokens for batch in current.batches)
             print(began, time.time(), num_tokens, file=passes)
 
     executor.Executor.run = slow  # type: ignore[method-assign]
