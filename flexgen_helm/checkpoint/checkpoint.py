@@ -253,16 +253,16 @@ class Checkpoint(ABC):
         elements: Counter[str] = Counter()
         for dtype, shape in tensors:
             elements[dtype] += prod(shape) if len(shape) > 1 else 0
-        kept = (
+        chosen = (
             "BF16"
             if 2 * elements["BF16"] > sum(elements[dtype] for dtype in FLOAT_TYPES)
             else "F16"
         )
-        self.storage_dtype = torch.bfloat16 if kept == "BF16" else torch.float16
+        self.storage_dtype = torch.bfloat16 if chosen == "BF16" else torch.float16
         rounded = {
             dtype: number
             for dtype, number in elements.items()
-            if number and dtype not in ("", kept)
+            if number and dtype not in ("", chosen)
         }
         self.rounded = {dtype: number / sum(elements.values()) for dtype, number in rounded.items()}
 
@@ -309,15 +309,15 @@ class Checkpoint(ABC):
 
     def _rounded_tiles(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the tiles of the file in the dtype of `tensor`; see there for what is checked."""
-        kept = self._computed_dtype(name) if self.as_float16 else self._dtype_of(name)
+        dtype = self._computed_dtype(name) if self.as_float16 else self._dtype_of(name)
         error = total = 0.0
         for tile in self._read_tiles(name):
             self._require_finite(name, tile)
-            if kept == torch.float16 != tile.dtype:
+            if dtype == torch.float16 != tile.dtype:
                 norm = float(torch.linalg.vector_norm(tile, dtype=torch.float32))
                 if norm < _SAFE_NORM * sqrt(tile.numel()):
                     norm = float(torch.linalg.vector_norm(exact := tile.double()))
-                    error += float((exact - tile.to(kept)).square().sum())
+                    error += float((exact - tile.to(dtype)).square().sum())
                 total += norm**2
             yield tile.to(self._dtype_of(name))
         if error > _MAX_FLOAT16_ERROR**2 * total:

@@ -126,10 +126,10 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
             raise CheckpointError(
                 f"{path} is damaged: it describes a part of the model by {repr(nested)[:80]}"
             )
-        given = {name: value for name, value in content.items() if value is not None}
+        own_entries = {name: value for name, value in content.items() if value is not None}
         content = {
             name: value
-            for name, value in {**nested, **given}.items()
+            for name, value in {**nested, **own_entries}.items()
             if name in (*_MATTERING, "top_p")
         }
     settings = {

@@ -102,8 +102,10 @@ def cached_snapshot(repo: str, revision: str | None) -> Path | None:
     commit = _remembered_commit(repo, revision)
     if commit is None:  # a download by others notes what a branch or tag means
         with suppress(OSError, ValueError):
-            noted = (cached / "refs" / (revision or "main")).read_text(encoding="ascii").strip()
-            commit = noted if _COMMIT.fullmatch(noted) else None
+            named_commit = (
+                (cached / "refs" / (revision or "main")).read_text(encoding="ascii").strip()
+            )
+            commit = named_commit if _COMMIT.fullmatch(named_commit) else None
     commit = commit or revision or "*"
     conversions = hub_conversion(repo, "any").parent.glob(commit)
     snapshots = (cached / "snapshots").glob(commit)

@@ -161,10 +161,10 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
                 entries["pad_token_id"] = VOCABULARY - 1
             small = type(whole)(**entries)
             small_content = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
-            found = layer_kinds(find(small_content).read_config(small_content))
+            small_kinds = layer_kinds(find(small_content).read_config(small_content))
         except Exception:  # a configuration class raises whatever its entries lead to
             continue
-        if found == kinds:
+        if small_kinds == kinds:
             yield cls, small
 
 

@@ -83,12 +83,12 @@ class ThinkingTracker:
             elif not self._begin.startswith(text):
                 self._stage = "answer"
         if self._stage == "thinking":
-            end = self._end.search(data, self._search_from)
+            end_mark = self._end.search(data, self._search_from)
             # The next search begins where an end that is here in part may begin.
             self._search_from = (
-                end.end() if end else max(self._search_from, len(data) - self._reach)
+                end_mark.end() if end_mark else max(self._search_from, len(data) - self._reach)
             )
-            if end:
+            if end_mark:
                 self._stage = "after"
         if self._stage == "after":
             text = bytes(data[self._search_from :]).lstrip()

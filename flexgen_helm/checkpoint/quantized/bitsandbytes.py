@@ -42,7 +42,7 @@ def bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
     return _from_table(group, group.part(*states))
 
 
-class _TableState(NamedTuple):
+class _TableLayout(NamedTuple):
     """What bitsandbytes says of a matrix in 4 bits.
 
     block, nested_block: values of a scale, and scales of a scale of theirs.
@@ -57,13 +57,13 @@ class _TableState(NamedTuple):
     dtype: str
 
 
-def _table_state(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -> _TableState:
+def _table_layout(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -> _TableLayout:
     """Read the state, which is JSON. Raises `CheckpointError`."""
     require(state, ("U8",))
     try:
         settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
         outputs, inputs = (int(size) for size in settings["shape"])
-        found = _TableState(
+        layout = _TableLayout(
             outputs,
             inputs,
             int(settings["blocksize"]),
@@ -71,11 +71,11 @@ def _table_state(group: QuantizedGroup, state: StoredTensor, is_nested: bool) ->
             float(settings["nested_offset"]) if is_nested else 0.0,
             HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype),
         )
-        if min(found.block, found.nested_block, outputs, inputs) < 1:
+        if min(layout.block, layout.nested_block, outputs, inputs) < 1:
             raise ValueError("a size below 1")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{state.title} is damaged: {error!r}") from error
-    return found
+    return layout
 
 
 def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
@@ -93,8 +93,8 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         if is_nested
         else []
     )
-    known = _table_state(group, state, is_nested)
-    outputs, inputs, block = known.outputs, known.inputs, known.block
+    layout = _table_layout(group, state, is_nested)
+    outputs, inputs, block = layout.outputs, layout.inputs, layout.block
     blocks = -(-outputs * inputs // block)
     if codes.size != -(-outputs * inputs // 2):
         raise CheckpointError(
@@ -102,7 +102,7 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
         )
     require(absmax, ("U8" if is_nested else "F32",), (blocks,))
     require(table, ("F32",), (16,))
-    for stored, size in zip(nested, (256, -(-blocks // known.nested_block)), strict=False):
+    for stored, size in zip(nested, (256, -(-blocks // layout.nested_block)), strict=False):
         require(stored, ("F32",), (size,))
     kind = "NF4" if state.name.endswith("nf4") else "FP4 of bitsandbytes"
     fmt = scaled_format(kind, "F32", inputs, block, table=tuple(read_all(table).tolist()))
@@ -112,7 +112,7 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
             "reads"
         )
     parts = (codes, absmax, table, state, *nested)
-    tensor = LogicalTensor(name, (outputs, inputs), known.dtype, parts)
+    tensor = LogicalTensor(name, (outputs, inputs), layout.dtype, parts)
     if not nested and inputs % block == 0:
         code_plane = StoredPlane(codes.file, codes.offset, inputs // 2, fmt.code_bytes)
         scales = StoredPlane(
@@ -123,28 +123,28 @@ def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
             blocks_per_entry=block // fmt.block_values,
         )
         return replace(tensor, published=PublishedTensor(fmt, (scales, code_plane)))
-    open_rows = partial(_coded_rows, fmt, known, codes, (absmax, *nested))
+    open_rows = partial(_coded_rows, fmt, layout, codes, (absmax, *nested))
     return replace(tensor, published=PublishedTensor(fmt, open_rows=open_rows))
 
 
 def _coded_rows(
     fmt: BlockFormat,
-    known: _TableState,
+    layout: _TableLayout,
     codes: StoredTensor,
     scaling: tuple[StoredTensor, ...],
 ) -> FillRows:
     """Return what makes rows of blocks; scaling: scales, and table and scales of theirs."""
-    inputs = known.inputs
+    inputs = layout.inputs
     scales, *nested = map(read_all, scaling)
     if nested:
         table, factors = nested
-        groups = torch.arange(len(scales)) // known.nested_block
-        scales = table[scales.long()] * factors[groups] + known.offset
+        groups = torch.arange(len(scales)) // layout.nested_block
+        scales = table[scales.long()] * factors[groups] + layout.offset
 
     def fill(start: int, out: Tensor) -> None:
         rows = out.view(len(out), -1, fmt.block_bytes)
         first = torch.arange(start * inputs, (start + len(out)) * inputs, fmt.block_values)
-        rows[..., :4] = scales[first // known.block].view(torch.uint8).view(len(out), -1, 4)
+        rows[..., :4] = scales[first // layout.block].view(torch.uint8).view(len(out), -1, 4)
         data = codes.read(start * inputs // 2, len(out) * inputs // 2)
         rows[..., 4:] = torch.frombuffer(data, dtype=torch.uint8).view(len(out), -1, fmt.code_bytes)
 

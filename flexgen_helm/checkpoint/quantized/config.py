@@ -95,12 +95,12 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
     text = content.get("text_config")
     owners = [content, text] if isinstance(text, Mapping) else [content]
     keys = ("quantization_config", "quantization")  # MLX writes the second, or both
-    given = next((owner[key] for owner in owners for key in keys if owner.get(key)), None)
-    if given is None:
+    entry = next((owner[key] for owner in owners for key in keys if owner.get(key)), None)
+    if entry is None:
         return None
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"{path}: quantization_config must be an object, not {given!r}")
-    settings = _Settings(given)
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"{path}: quantization_config must be an object, not {entry!r}")
+    settings = _Settings(entry)
     method = _method(settings)
     if method not in METHODS:
         reason = _UNSUPPORTED.get(method, f"supported are {', '.join(METHODS)}")

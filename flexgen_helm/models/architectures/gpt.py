@@ -325,9 +325,9 @@ def read_mpt(config: Config) -> DecoderConfig:
         "alibi_bias_max": 8,
         "no_bias": True,
     }
-    for name, value in {**usual, "logit_scale": None}.items():
-        if (given := {**config, **attention}.get(name)) not in (None, value):
-            raise UnsupportedArchitectureError(f"MPT with {name} {given!r} is not supported")
+    for name, supported in {**usual, "logit_scale": None}.items():
+        if (value := {**config, **attention}.get(name)) not in (None, supported):
+            raise UnsupportedArchitectureError(f"MPT with {name} {value!r} is not supported")
     hidden = config["d_model"]
     return _gpt_config(
         config,

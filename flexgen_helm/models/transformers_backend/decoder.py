@@ -130,8 +130,8 @@ class TransformersDecoder:
             # may scale them.
             self._table._parameters["weight"] = weights.lookup("tokens", token_ids)
             if self._layer_inputs is not None:
-                known = token_ids.below(self._modules.layer_input_rows)
-                self._layer_inputs._parameters["weight"] = weights.lookup("layer_inputs", known)
+                known_ids = token_ids.below(self._modules.layer_input_rows)
+                self._layer_inputs._parameters["weight"] = weights.lookup("layer_inputs", known_ids)
             rows = torch.arange(len(token_ids.on_device), device=self._device)[None]
             hidden, layers = self._model.before(
                 {"input_ids": rows, "position_ids": positions.on_device[None]}

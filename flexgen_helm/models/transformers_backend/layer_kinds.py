@@ -130,16 +130,16 @@ def _mixer(trace: LayerTrace, linears: list[str], name: str) -> Mixer | None:
             f"{name} has layers in which several modules keep a state"
         )
     (path,) = trace.mixers
-    given, returned = trace.inputs[path], trace.outputs[path]
+    mixer_input, returned = trace.inputs[path], trace.outputs[path]
     returned = returned[0] if isinstance(returned, tuple) else returned
-    if not isinstance(returned, Tensor) or returned.shape[:-1] != given.shape[:-1]:
+    if not isinstance(returned, Tensor) or returned.shape[:-1] != mixer_input.shape[:-1]:
         raise UnsupportedArchitectureError(
             f"{name} has states in a module that returns more than hidden states"
         )
     inside = [linear for linear in linears if linear.startswith(f"{path}.")]
-    inputs = tuple(linear for linear in inside if trace.inputs[linear] is given)
+    inputs = tuple(linear for linear in inside if trace.inputs[linear] is mixer_input)
     output = next((linear for linear in inside if trace.outputs[linear] is returned), "")
-    width = sum(trace.outputs[linear].shape[-1] for linear in inputs) or given.shape[-1]
+    width = sum(trace.outputs[linear].shape[-1] for linear in inputs) or mixer_input.shape[-1]
     return Mixer(path, tuple(trace.states), inputs, output, width, trace.one_by_one)
 
 

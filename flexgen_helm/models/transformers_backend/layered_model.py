@@ -215,8 +215,8 @@ class LayeredModel:
         without_values = positions.device.type == "meta" and not self.own_attention
         mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
         # Modules with states are passed the mask unless all of it is ones.
-        known = _KnownLength(positions) if positions.device.type == "meta" else nullcontext()
-        with known, _KnownMask(mask) if self.has_states else nullcontext():
+        length = _KnownLength(positions) if positions.device.type == "meta" else nullcontext()
+        with length, _KnownMask(mask) if self.has_states else nullcontext():
             return model(**arguments, attention_mask=mask, use_cache=False)
 
     def layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:

@@ -205,14 +205,14 @@ def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> N
         embeds = 1 * torch.zeros((1, _TOKENS, width), device="meta", requires_grad=True)
         _, arguments = model.before({"inputs_embeds": embeds, "position_ids": positions})
     has_inputs = model.layer_input_table is not None
-    for given in arguments:
+    for layer_arguments in arguments:
         values = [
             value
-            for value in tree_leaves((given.positional, dict(given.named)))
+            for value in tree_leaves((layer_arguments.positional, dict(layer_arguments.named)))
             if isinstance(value, Tensor)
         ]
         if any(
-            value.requires_grad and not (has_inputs and value is given.layer_input)
+            value.requires_grad and not (has_inputs and value is layer_arguments.layer_input)
             for value in values
         ):
             raise UnsupportedArchitectureError(
@@ -256,10 +256,10 @@ def _recording(layer: nn.Module, trace: LayerTrace, name: str) -> Iterator[Calla
         path: str, module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         active.append(path)
-        given = {**dict(zip(parameter_names(module), positional)), **named}
+        passed = {**dict(zip(parameter_names(module), positional)), **named}
         if any(
-            not isinstance(given[cache], PastOfTokens)
-            for cache in cache_names(module) & given.keys()
+            not isinstance(passed[cache], PastOfTokens)
+            for cache in cache_names(module) & passed.keys()
         ):
             raise UnsupportedArchitectureError(
                 f"{name} does not pass its cache on to {path or 'the layer'}"
