@@ -38,9 +38,8 @@ from flexgen_helm.progress import ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
 from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_tree import EVERY_BEGINNING, prefix_cost
-from flexgen_helm.scheduling.prepare import prepare
+from flexgen_helm.scheduling.prepare import EncodedRequests, prepare
 from flexgen_helm.scheduling.run_size import drawn_workload, run_size
-from flexgen_helm.scheduling.sequence import Request
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
 _FLOAT16_ADVICE = (
@@ -273,7 +272,7 @@ class Engine:
         )
         for request in prepared.distinct:
             request.resume(self._model.eos_ids)
-        plan = self._plan(prepared.distinct)
+        plan = self._plan(prepared)
         lanes, limits = into_lanes(
             prepared.distinct, plan.limits, self._pipeline.rank.size, plan.schedule
         )
@@ -289,11 +288,12 @@ class Engine:
             results = answers.results()
         seconds = time.perf_counter() - began
         self.last_run = run_record(self.identity, plan, executor, answers, seconds)
-        self._learn(plan, prepared.distinct, executor, answers)
+        self._learn(plan, prepared, executor, answers)
         return results
 
-    def _plan(self, requests: Sequence[Request]) -> RunPlan:
+    def _plan(self, prepared: EncodedRequests) -> RunPlan:
         """Plan the run of distinct requests, within limits that suit all ranks."""
+        requests = prepared.distinct
         size = run_size(requests, self.prefix_cost, self._planner.searches, self.cache_format)
         free = {tier: ledger.free for tier, ledger in self._tiers.ledgers.items()}
         plan = self._pipeline.plan(partial(self._planner.plan, size, free))
@@ -338,11 +338,12 @@ class Engine:
     def _learn(
         self,
         plan: RunPlan,
-        requests: Sequence[Request],
+        prepared: EncodedRequests,
         executor: Executor,
         answers: ResultCollector,
     ) -> None:
         """Add the prediction of a run to its record, and correct the machine's rates by it."""
+        requests = prepared.distinct
         if not requests or executor.num_resumed:  # else the seconds are of a part of the work
             return
         drawn = drawn_workload(requests, sum(run.saved_tokens for run in answers.runs))
