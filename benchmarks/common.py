@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.report.throughput import versions
+from flexgen_helm.report.versions import versions
 from flexgen_helm.terminal import table_text
 
 # Runnable processes when a script begins; with more than this many, other programs compute

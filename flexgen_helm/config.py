@@ -5,7 +5,8 @@ from it:
 
 - keywords of `Engine.from_pretrained` (`with_options_of`)
 - flags of `flexgen-helm` (`cli.engine_flags`)
-- arguments of a HELM deployment and of the file that `FLEXGEN_HELM_MODELS` names (`plugin.models`)
+- arguments of a HELM deployment (`plugin.model_names`), and of the file that `FLEXGEN_HELM_MODELS`
+  names
 """
 
 from __future__ import annotations
@@ -222,10 +223,8 @@ class EngineConfig:
         Flag(
             "--gpu-memory",
             "SIZE",
-            help=(
-                "Maximum GPU memory to use, for example 8GiB. Default of the three: what is free, "
-                "less a margin."
-            ),
+            help="Maximum GPU memory to use, for example 8GiB. Default of the three: what is free, "
+            "less a margin.",
             key="gpu",
         ),
         Flag(
@@ -234,7 +233,7 @@ class EngineConfig:
         Flag(
             "--disk",
             "SIZE",
-            help=("Maximum space to use in --offload-dir, for example 100GiB."),
+            help="Maximum space to use in --offload-dir, for example 100GiB.",
             key="disk",
         ),
         parse=_parse_limits,
@@ -281,7 +280,7 @@ class EngineConfig:
         "Overlap transfers with computation.",
         Flag(
             "--no-overlap",
-            help=("Do not overlap transfers with computation, to see what overlapping brings."),
+            help="Do not overlap transfers with computation, to see what overlapping brings.",
         ),
         parse=_flag,
     )
@@ -290,7 +289,7 @@ class EngineConfig:
         "Attend on the CPU to a KV cache in host memory, so it need not be copied to the GPU.",
         Flag(
             "--no-cpu-attention",
-            help=("Copy a KV cache in host memory to the GPU instead of attending on the CPU."),
+            help="Copy a KV cache in host memory to the GPU instead of attending on the CPU.",
         ),
         parse=_flag,
     )
@@ -305,10 +304,8 @@ class EngineConfig:
         Flag(
             "--dummy-weights",
             "[SEED]",
-            help=(
-                "Random weights instead of the model's, for measurements; the seed is 0 unless "
-                "given."
-            ),
+            help="Random weights instead of the model's, for measurements; the seed is 0 unless "
+            "given.",
             implies=(("weights", "dummy"),),
         ),
         parse=_integer,
@@ -321,10 +318,8 @@ class EngineConfig:
         ),
         Flag(
             "--unverified",
-            help=(
-                "Compute also a model that differs from transformers here; records and pages say "
-                "so."
-            ),
+            help="Compute also a model that differs from transformers here; records and pages say "
+            "so.",
         ),
         parse=_flag,
     )

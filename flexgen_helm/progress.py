@@ -21,13 +21,11 @@ from flexgen_helm.request import Progress
 
 PhaseName = Literal[
     "start",
-    "import",
     "fetch",
     "verify",
     "open",
     "tokenizer",
     "prove",
-    "try",
     "prompts",
     "convert",
     "load",
@@ -39,13 +37,11 @@ PhaseName = Literal[
 ]
 _TITLES: dict[PhaseName, str] = {
     "start": "starting HELM",
-    "import": "importing metrics",
     "fetch": "downloading",
     "verify": "verifying",
     "open": "opening the model",
     "tokenizer": "building the tokenizer",
     "prove": "comparing a small model of this kind with transformers",
-    "try": "comparing what is fast on this GPU with what is slow, once",
     "prompts": "reading data and making prompts",
     "convert": "converting weights",
     "load": "loading weights",
@@ -201,7 +197,7 @@ def describe(event: Event) -> str:
                 f"{event.done_requests:,} of {count(event.total_requests, 'request')}, "
                 f"{event.tokens_per_s:,.3g} tokens/s, {time_left(event)}"
             )
-            return f"{line}{'; ' * bool(event.pass_bytes)}{reading(event)}"
+            return "; ".join(filter(None, (line, reading(event))))
         case _:
             return event.text
 

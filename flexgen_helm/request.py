@@ -97,6 +97,11 @@ class GenerationRequest:
     top_logprobs: int = 0
     drawn: Sequence[Sequence[DrawnToken]] = ()
 
+    @property
+    def max_fed_tokens(self) -> int:
+        """Most drawn tokens of a completion that pass the model: the last one does not."""
+        return max(0, self.max_tokens - 1)
+
     def validate(self) -> None:
         """Raise `RequestError` if the request contradicts itself; needs no model."""
         for name, (kind, meaning) in _KINDS.items():
@@ -131,7 +136,7 @@ class GenerationRequest:
             )
 
 
-# The fields that are computed with, as any library's numbers may be.
+# Types of the fields, and their names in messages; numbers of any library, such as NumPy's.
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "prompt": ((str, type(None)), "text"),
     "prompt_token_ids": ((Collection, type(None)), "a list of token ids"),
@@ -180,8 +185,8 @@ class Cost:
     """What one request took of its run.
 
     prompt_tokens, output_tokens: asked for and generated.
-    prompt_tokens_computed: fewer than `prompt_tokens` if work was shared; more if what an
-        interrupted run has drawn was computed with them.
+    prompt_tokens_computed: fewer than `prompt_tokens` where prompts share a prefix; more where a
+        resumed run computes drawn tokens again.
     padded_prompt_tokens, padded_output_tokens: with the padding that was really computed.
     flops: of linear layers and attention; a multiply-add counts two.
     prefill_s, decode_s: seconds; the share of its batches that the request's operations are.

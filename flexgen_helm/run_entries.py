@@ -20,18 +20,12 @@ from pathlib import Path
 
 import yaml
 
-from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.fetch import local_weights
-from flexgen_helm.checkpoint.names import (
-    CATALOG,
-    PREFIX,
-    ResolvedModel,
-    base_name,
-    is_hub_name,
-    known_names,
-    naming_advice,
-    resolve,
-)
+from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
+from flexgen_helm.checkpoint.known_names import known_names
+from flexgen_helm.checkpoint.local_files import local_weights
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.naming_advice import naming_advice
+from flexgen_helm.checkpoint.suffixes import PREFIX, base_name, is_hub_name
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, listed, question
 
@@ -90,15 +84,15 @@ def check_entries(
     has_plugins: flags of HELM's name modules or models that register what is not known here.
     needs_weights: False with dummy weights.
     """
-    deployments = _deployments(local_path)
-    # What is registered by others is not known here.
+    deployments = _user_deployments(local_path)
+    # What others register is not known here.
     is_open = has_plugins or any(
         point.value.partition(".")[0] != "flexgen_helm" for point in entry_points(group="helm")
     )
     parsed = [(run_entry, *parse(run_entry)) for run_entry in run_entries]
     for _, _, arguments in parsed:
-        if (named := arguments.get("model", "")).startswith(("/", ".", "~")):
-            raise UsageError(naming_advice(named))
+        if (model := arguments.get("model", "")).startswith(("/", ".", "~")):
+            raise UsageError(naming_advice(model))
     if run_entries and not models and not any(map(_NAMES_A_MODEL.search, run_entries)):
         first = run_entries[0]
         raise UsageError(
@@ -110,40 +104,56 @@ def check_entries(
     for run_entry, scenario, arguments in parsed:
         model = arguments.get("model", "")
         names += [model, arguments.get("model_deployment", "")]
-        if is_open:
-            continue
-        registered = getattr(
-            sys.modules.get("helm.benchmark.run_spec"), "_REGISTERED_RUN_SPEC_FUNCTIONS", ()
-        )
-        if (known := run_spec_names().union(registered)) and scenario not in known:
-            raise UsageError(
-                f"the scenario {scenario!r} is not known; {question(scenario, known)}`flexgen-helm "
-                "entries` lists run entries"
-            )
-        # All names of HELM have a slash, but for groups such as `text`.
-        is_ours = "/" not in model and {model, base_name(model)} & set(known_names().values())
-        if is_ours and not models and model not in deployments:
-            raise UsageError(
-                f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}"
-            )
+        if not is_open:
+            _check_scenario(scenario)
+            if not models and model not in deployments:
+                _check_prefix(run_entry, model)
     for name in dict.fromkeys(names):
-        resolved = None
-        if name in deployments:
-            if (path := deployments[name]) is not None and needs_weights:
-                resolved = resolve(path)
-        elif name.startswith(PREFIX):
-            resolved = _resolve(name.removeprefix(PREFIX))
-        # What the hub has is not asked.
-        if (
-            needs_weights
-            and resolved
-            and resolved.path is not None
-            and resolved.arguments.get("weights") != "dummy"
-        ):
-            local_weights(resolved)
+        _check_model(name, deployments, needs_weights)
     if not is_open:
         for run_entry, scenario, arguments in parsed:
             _check_scenario_arguments(run_entry, scenario, arguments)
+
+
+def _check_scenario(scenario: str) -> None:
+    """Raise `UsageError` for a run spec that neither HELM nor this package has."""
+    registered = getattr(
+        sys.modules.get("helm.benchmark.run_spec"), "_REGISTERED_RUN_SPEC_FUNCTIONS", ()
+    )
+    if (known := run_spec_names().union(registered)) and scenario not in known:
+        raise UsageError(
+            f"the scenario {scenario!r} is not known; {question(scenario, known)}`flexgen-helm "
+            "entries` lists run entries"
+        )
+
+
+def _check_prefix(run_entry: str, model: str) -> None:
+    """Raise `UsageError` for a model of ours without `flexgen/`."""
+    # All names of HELM have a slash, but for groups such as `text`.
+    if "/" not in model and {model, base_name(model)} & set(known_names().values()):
+        raise UsageError(
+            f"the model {model!r} of {run_entry} needs a prefix: write model={PREFIX}{model}"
+        )
+
+
+def _check_model(name: str, deployments: Mapping[str, str | None], needs_weights: bool) -> None:
+    """Raise `UsageError` for a model of ours that has no such name, or whose folder has no
+    weights.
+    """
+    resolved = None
+    if name in deployments:
+        if (path := deployments[name]) is not None and needs_weights:
+            resolved = resolve(path)
+    elif name.startswith(PREFIX):
+        resolved = _resolve(name.removeprefix(PREFIX))
+    # What the hub has is not asked.
+    if (
+        needs_weights
+        and resolved
+        and resolved.path is not None
+        and resolved.arguments.get("weights") != "dummy"
+    ):
+        local_weights(resolved)
 
 
 def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str]:
@@ -177,10 +187,10 @@ def given_entries(given: Namespace) -> list[str]:
     run_entries = [*(given.run_specs or ()), *(given.run_entries or ())]
     if given.priority is None:  # else HELM leaves entries out
         for path in map(Path, given.conf_paths or ()):
-            found = conf_file(path)
+            file = conf_file(path)
             with suppress(OSError, ValueError):  # HELM says why it cannot be read
-                run_entries += read_conf(found)
-                if not re.search(r"\b(entries|include)\b", found.read_text(encoding="utf-8")):
+                run_entries += read_conf(file)
+                if not re.search(r"\b(entries|include)\b", file.read_text(encoding="utf-8")):
                     raise UsageError(
                         f"-c {path} has no run entries; `flexgen-helm entries` lists some, and a "
                         "file that names models goes into FLEXGEN_HELM_MODELS"
@@ -216,7 +226,7 @@ def given_models(given: Namespace) -> list[ResolvedModel]:
     """Return our models that the arguments of `helm-run` name; none whose names the user's own
     files define.
     """
-    deployments = _deployments(Path(given.local_path or "prod_env"))
+    deployments = _user_deployments(Path(given.local_path or "prod_env"))
     named = [
         *(given.models_to_run or ()),
         *(parse(entry)[1].get("model", "") for entry in given_entries(given)),
@@ -231,7 +241,7 @@ def hints(run_entries: Sequence[str], local_path: Path) -> list[str]:
     """Return a sentence for each model that is neither ours nor the user's, with our name for it if
     there is one.
     """
-    deployments = _deployments(local_path)
+    deployments = _user_deployments(local_path)
     repositories = {entry.hub_repo: entry.name for entry in CATALOG.values() if entry.hub_repo}
     models = dict.fromkeys(parse(run_entry)[1].get("model", "") for run_entry in run_entries)
     return [
@@ -262,14 +272,14 @@ def own_run_specs() -> frozenset[str]:
 @cache
 def _run_spec_files() -> dict[str, Path]:
     """Return run spec -> the file that defines it."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     helm, ours = _folders("helm"), _folders("flexgen_helm.scenarios")
     for folder in (
         [folder / "benchmark" / "run_specs" for folder in helm] + ours if helm and ours else []
     ):
         for file in folder.rglob("*.py"):
-            found |= dict.fromkeys(_RUN_SPEC.findall(file.read_text(encoding="utf-8")), file)
-    return found
+            files |= dict.fromkeys(_RUN_SPEC.findall(file.read_text(encoding="utf-8")), file)
+    return files
 
 
 def _folders(package: str) -> list[Path]:
@@ -334,11 +344,11 @@ def _resolve(short: str) -> ResolvedModel:
     return resolve(short.replace("/", "--"))
 
 
-def _deployments(folder: Path) -> dict[str, str | None]:
+def _user_deployments(folder: Path) -> dict[str, str | None]:
     """Return the names in the user's deployment file that mean more than the name itself says, and
     paths of models.
     """
-    found: dict[str, str | None] = {}
+    deployments: dict[str, str | None] = {}
     try:
         content = yaml.safe_load((folder / "model_deployments.yaml").read_text(encoding="utf-8"))
         for entry in content["model_deployments"]:
@@ -349,9 +359,9 @@ def _deployments(folder: Path) -> dict[str, str | None]:
             # looked up by its name.
             if not is_ours or path or model or not entry["name"].startswith(PREFIX):
                 has_weights = is_ours and path and arguments.get("weights") != "dummy"
-                found |= dict.fromkeys(
+                deployments |= dict.fromkeys(
                     filter(None, (entry["name"], model)), str(path) if has_weights else None
                 )
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return {}  # HELM says what is wrong with it
-    return found
+    return deployments

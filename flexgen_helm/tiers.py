@@ -113,3 +113,13 @@ COPIES_SHARE = 0.5
 # Lanes for each rank of a pipeline where sequences need one pass only: ranks are idle at its
 # beginning and its end, a fifth of the time at most.
 PREFILL_LANES = 4
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to a multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_read_bytes(num_bytes: int) -> int:
+    """Bound the memory of an aligned read, which may begin before the bytes and end behind them."""
+    return aligned(num_bytes) + 2 * ALIGNMENT

@@ -8,7 +8,7 @@ import ast
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -49,7 +49,7 @@ TORCH_FREE = [
 ]
 
 
-def imports(source: str) -> Iterator[str]:
+def imports(source):
     """Dotted names of everything imported at any depth of a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -59,7 +59,7 @@ def imports(source: str) -> Iterator[str]:
             yield node.module or ""
 
 
-def violations(package: str, source: str) -> list[str]:
+def violations(package, source):
     found = []
     for name in imports(source):
         parts = name.split(".")
@@ -104,7 +104,7 @@ def test_a_forbidden_import_is_found(package, line):
     assert violations(package, line)
 
 
-def is_type_checking(node: ast.AST) -> bool:
+def is_type_checking(node):
     return (
         isinstance(node, ast.If)
         and isinstance(node.test, ast.Name)
@@ -112,7 +112,7 @@ def is_type_checking(node: ast.AST) -> bool:
     )
 
 
-def imported_modules(source: str, known: Collection[str]) -> set[str]:
+def imported_modules(source, known):
     """Modules among `known` that a module imports at any depth, but for what only a type checker
     sees.
     """
@@ -133,32 +133,16 @@ def imported_modules(source: str, known: Collection[str]) -> set[str]:
     return found & set(known)
 
 
-def circle(sources: Mapping[str, str]) -> list[str] | None:
-    """Modules of which each imports the next and the last the first; None where no such circle
-    is.
-    """
-    imported = {name: imported_modules(source, sources) for name, source in sources.items()}
-    finished: set[str] = set()
-
-    def visit(path: list[str]) -> list[str] | None:
-        if path[-1] in path[:-1]:
-            return path[path.index(path[-1]) : -1]
-        circles = (visit([*path, name]) for name in sorted(imported[path[-1]] - finished))
-        found = next((circle for circle in circles if circle is not None), None)
-        finished.add(path[-1])
-        return found
-
-    return next(
-        (
-            found
-            for name in sources
-            if name not in finished and (found := visit([name])) is not None
-        ),
-        None,
-    )
+def circle(sources):
+    """Modules that import each other in a circle; None where there is none."""
+    graph = {name: imported_modules(source, sources) for name, source in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return sorted(set(error.args[1]))
 
 
-def sources_by_module() -> dict[str, str]:
+def sources_by_module():
     sources = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -192,7 +176,7 @@ def test_a_circle_is_found():
     assert circle({**ours, low: ours[low] + f"\ndef f():\n    import {high}\n"}) is not None
 
 
-def run_python(code: str) -> str:
+def run_python(code):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
     )

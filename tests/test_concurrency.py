@@ -8,11 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -51,7 +48,7 @@ print(len(errors))
 """
 
 
-def in_new_process(program: str, *arguments: Path) -> str:
+def in_new_process(program, *arguments):
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(
         command, check=True, capture_output=True, text=True, timeout=120
@@ -66,11 +63,11 @@ def test_a_package_that_replaces_itself_is_imported_whole(tmp_path, guard, error
     assert in_new_process(IMPORT_NAME.format(guard=guard), tmp_path) == errors
 
 
-def call_at_once(function: Callable[[str], Any], keys: list[str]) -> list[Any]:
+def call_at_once(function, keys):
     """Results or errors of calls that begin together, one a thread."""
     barrier = threading.Barrier(len(keys))
 
-    def call(key: str) -> Any:
+    def call(key):
         barrier.wait()
         try:
             return function(key)
@@ -86,7 +83,7 @@ def test_one_call_per_key(decorator):
     called: list[str] = []
 
     @decorator
-    def load(key: str) -> list[str]:
+    def load(key):
         called.append(key)
         time.sleep(0.3)
         return [key]
@@ -106,7 +103,7 @@ def test_waiting_callers_get_the_error_and_the_next_one_tries_again():
     called: list[str] = []
 
     @single_flight
-    def load(key: str) -> str:
+    def load(key):
         called.append(key)
         time.sleep(0.3)
         if len(called) == 1:
@@ -120,7 +117,7 @@ def test_waiting_callers_get_the_error_and_the_next_one_tries_again():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_work_ahead_keeps_its_order_after_an_error_and_in_a_fork():
-    def checked(number: int) -> int:
+    def checked(number):
         if number == 5:
             raise ValueError("five")
         return number

@@ -7,12 +7,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator
 from configparser import ConfigParser
 from functools import cache
 from importlib import metadata
 from itertools import chain
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -40,7 +38,7 @@ UNDECLARED = {
 
 
 @cache
-def imported(source: str) -> set[str]:
+def imported(source):
     """Top-level names of everything that a module imports, at any depth."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -55,12 +53,12 @@ def imported(source: str) -> set[str]:
     return names - set(sys.stdlib_module_names) - OURS
 
 
-def sources(folders: Iterable[str]) -> Iterator[Path]:
+def sources(folders):
     return chain.from_iterable((ROOT / folder).rglob("*.py") for folder in folders)
 
 
 @cache
-def distributions() -> dict[str, list[str]]:
+def distributions():
     """Importable name -> canonical names of the installed distributions that provide it."""
     return {
         name: sorted({canonicalize_name(dist) for dist in dists})
@@ -68,7 +66,7 @@ def distributions() -> dict[str, list[str]]:
     }
 
 
-def requirements(text: str) -> list[Requirement]:
+def requirements(text):
     return [
         Requirement(line)
         for line in text.splitlines()
@@ -77,7 +75,7 @@ def requirements(text: str) -> list[Requirement]:
 
 
 @cache
-def declared() -> dict[str, list[Requirement]]:
+def declared():
     """Requirements by extra; '' for those of the package itself."""
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -85,7 +83,7 @@ def declared() -> dict[str, list[Requirement]]:
     return {"": requirements(config["options"]["install_requires"]), **extras}
 
 
-def names(extra: str) -> set[str]:
+def names(extra):
     """Canonical names that an extra declares, with those of the extras it contains."""
     found = set()
     for requirement in declared()[extra]:
@@ -96,7 +94,7 @@ def names(extra: str) -> set[str]:
     return found
 
 
-def missing(source: str, allowed: set[str]) -> list[str]:
+def missing(source, allowed):
     """Imported names whose distribution is not among the allowed ones."""
     return sorted(
         name
@@ -105,7 +103,7 @@ def missing(source: str, allowed: set[str]) -> list[str]:
     )
 
 
-def allowed_in(path: Path) -> set[str]:
+def allowed_in(path):
     folder = path.relative_to(ROOT).parts[0]
     extras = [extra for extra, folders in BY_EXTRA.items() if folder in folders]
     return names("").union(*(names(extra) for extra in extras))
@@ -137,7 +135,7 @@ def test_an_undeclared_import_is_found():
 _ADVISORY = re.compile(r"^\| ([\w-]+) \| ([\d.]+) \| (CVE-[^|]+) \| [^|]+ \|$", re.MULTILINE)
 
 
-def admitted(requirement: Requirement, first_good: str) -> list[str]:
+def admitted(requirement, first_good):
     """Versions before `first_good` that a requirement admits, among those just below it and all
     releases of old.
     """

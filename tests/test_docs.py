@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +20,12 @@ TEXT = {".py", ".md", ".cfg", ".toml", ".yml", ".yaml", ".conf", ".html"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def pages() -> list[Path]:
+def pages():
     return [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return str(path.relative_to(ROOT))
-
-
-def anchors(text: str) -> set[str]:
-    """Anchors of a page's headings, as GitHub and MkDocs make them."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
-    words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
-    return {re.sub(r"[\s]+", "-", word) for word in words}
-
-
-def broken_links(page: Path, text: str) -> list[str]:
-    """Relative links of a page, in markdown or HTML, whose file or heading does not exist."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)) + re.findall(
-        r'(?:src|srcset|href)="([^"]+)"', text
-    )
-    broken = []
-    for target in targets:
-        if re.match(r"[a-z]+:", target):
-            continue
-        name, _, anchor = target.partition("#")
-        file = (page.parent / name) if name else page
-        if not file.exists() or (
-            anchor and anchor not in anchors(file.read_text(encoding="utf-8"))
-        ):
-            broken.append(target)
-    return broken
 
 
 def test_tables_have_a_head():
@@ -61,23 +35,7 @@ def test_tables_have_a_head():
             assert re.match(r".*\n\|[-:| ]+\|\n", table), (name_of(page), table)
 
 
-def test_links_lead_somewhere():
-    found = {
-        name_of(page): broken_links(page, page.read_text(encoding="utf-8")) for page in pages()
-    }
-    assert {page: broken for page, broken in found.items() if broken} == {}
-
-
-def test_a_broken_link_is_found():
-    page = DOCS / "index.md"
-    text = (
-        "[a](tutorial.md) [b](nowhere.md) [c](tutorial.md#nowhere) [d](#where-to-start) "
-        "[e](https://x.org)"
-    )
-    assert broken_links(page, text) == ["nowhere.md", "tutorial.md#nowhere"]
-
-
-def tracked_text() -> Iterator[tuple[str, str]]:
+def tracked_text():
     """Name and text of the repository's own files, those that git does not know yet included."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -89,7 +47,7 @@ def tracked_text() -> Iterator[tuple[str, str]]:
             yield name, path.read_text(encoding="utf-8")
 
 
-def absent_pages(text: str) -> list[str]:
+def absent_pages(text):
     """Paths such as docs/helm.md that are named in a text and do not exist."""
     named = re.findall(
         r"(?<![\w./-])((?:docs|tests|examples|benchmarks|scenarios|runs)/[\w./-]*[\w-]\.\w+)", text
@@ -150,13 +108,13 @@ def test_the_chart_is_up_to_date():
     )
 
 
-def shell_lines(text: str) -> Iterator[str]:
+def shell_lines(text):
     """Lines of a page's code blocks, continued lines joined, without prompts."""
     for _, block in FENCE.findall(text):
         yield from (line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines())
 
 
-def shown_commands() -> list[str]:
+def shown_commands():
     """Command lines of the docs that can be typed as they are, without what a shell does with their
     output.
     """

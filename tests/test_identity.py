@@ -8,10 +8,13 @@ to `REQUESTS`.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import os
+import struct
 import zipfile
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +31,6 @@ from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.service import request_key
-from tests.helpers.opened_files import opened_files
 from tests.helpers.paths import DATA
 from tests.helpers.tiny_models import save_tokenizer
 
@@ -42,7 +44,7 @@ REQUESTS = [
 ]
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder):
     """A Llama of one layer whose every byte follows from this function."""
     from safetensors.numpy import save_file
 
@@ -235,7 +237,7 @@ def test_a_model_of_other_bytes_does_not_reuse_them(tmp_path, monkeypatch):
         )
 
 
-def _change_json(folder: Path, name: str, **changes: Any) -> None:
+def _change_json(folder, name, **changes):
     content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
     (folder / name).write_text(json.dumps({**content, **changes}))
 
@@ -269,6 +271,37 @@ CHANGES: dict[str, Any] = {
 }
 
 
+_OPENED, _IS_FOLDER = 0x20, 0x40000000  # IN_OPEN, IN_ISDIR
+_EVENT = struct.Struct("iIII")
+
+
+@contextmanager
+def opened_files(folder):
+    """Fill the set, at the end, with the paths below `folder` of the files that were opened
+    meanwhile, by whatever library: the kernel tells (inotify).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(os.O_NONBLOCK)
+    assert descriptor >= 0, os.strerror(ctypes.get_errno())
+    try:
+        folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+        watched = {
+            libc.inotify_add_watch(descriptor, os.fsencode(path), _OPENED): path for path in folders
+        }
+        assert min(watched) >= 0, os.strerror(ctypes.get_errno())
+        found = set()
+        yield found
+        events = os.read(descriptor, 1 << 20)
+        while events:
+            watch, kind, _, length = _EVENT.unpack_from(events)
+            name = events[_EVENT.size : _EVENT.size + length].rstrip(b"\0")
+            events = events[_EVENT.size + length :]
+            if not kind & _IS_FOLDER:
+                found.add(str((watched[watch] / os.fsdecode(name)).relative_to(folder)))
+    finally:
+        os.close(descriptor)
+
+
 @pytest.mark.parametrize(
     "form, weights",
     [("tokenizer.json", "pretrained"), ("vocab.json", "pretrained"), ("vocab.json", "dummy")],
@@ -295,7 +328,7 @@ def test_every_file_that_is_opened_is_in_the_fingerprint(form, weights, tmp_path
     for name in ("processor_config.json", "chat_template.json", "spiece.model", "vocab.txt"):
         (folder / name).write_text("{}")
 
-    def fingerprint() -> str:
+    def fingerprint():
         with Engine.from_pretrained(folder, weights=weights) as engine:
             return engine.fingerprint
 

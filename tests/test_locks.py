@@ -6,9 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -37,10 +35,10 @@ without_locks = pytest.mark.parametrize(
 )
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def refuse(monkeypatch, code):
     """Let the file system answer `flock` with an error; 0: as usual."""
 
-    def refused(*_: object) -> None:
+    def refused(*_):
         raise OSError(code, os.strerror(code))
 
     if code:
@@ -48,7 +46,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 
 
 @contextmanager
-def held_elsewhere(path: Path, code: int) -> Iterator[subprocess.Popen[str]]:
+def held_elsewhere(path, code):
     command = [sys.executable, "-c", _HOLD, str(path), "x" if code else ""]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -96,7 +94,7 @@ def test_a_wait_is_told_and_can_be_interrupted(tmp_path, monkeypatch):
     told: list[str] = []
     path = tmp_path / "lock"
 
-    def observe(event: object) -> None:
+    def observe(event):
         if isinstance(event, Message):
             told.append(event.text)
 

@@ -2,14 +2,11 @@
 from a wheel.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +30,7 @@ print(get_model_deployment("flexgen/opt-125m").name, flexgen_helm.__file__)
 """
 
 
-def probe(python: Path | str, folder: Path) -> str:
+def probe(python, folder):
     done = subprocess.run(
         [str(python), "-c", PROBE], capture_output=True, text=True, cwd=folder, timeout=120
     )

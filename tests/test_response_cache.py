@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +33,7 @@ whole = st.integers(0, 2**40)
 
 
 @st.composite
-def completions(draw: st.DrawFn) -> Completion:
+def completions(draw):
     tokens = draw(st.lists(st.tuples(st.text(), whole, finite), max_size=5))
     texts, ids, logprobs = zip(*tokens) if tokens else ((), (), ())
     return Completion(
@@ -85,7 +84,7 @@ def test_results_survive_closing(tmp_path):
 
 
 class Bomb:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return (open, ("/nonexistent/executed", "w"))  # type: ignore[return-value]
 
 
@@ -169,7 +168,7 @@ def test_four_processes_lose_nothing(tmp_path):
 def test_a_result_is_stored_soon_although_no_other_one_follows(tmp_path, monkeypatch):
     result = GenerationResult((Completion("a", ("a",), (1,), (-0.5,), "stop"),))
 
-    def is_stored(path: Path, wait_s: float) -> bool:
+    def is_stored(path, wait_s):
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             with closing(ResponseCache(path)) as cache:
@@ -314,7 +313,7 @@ def test_tokens_are_written_soon_and_those_of_an_answer_never(tmp_path, monkeypa
         assert found == {"k"}
 
 
-def stored_tokens(path: Path) -> set[str]:
+def stored_tokens(path):
     with closing(sqlite3.connect(path)) as connection:
         return {key for (key,) in connection.execute("SELECT key FROM drawn")}
 

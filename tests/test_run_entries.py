@@ -43,7 +43,6 @@ from tests.helpers.data_sets import write_legalbench_settings
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 from tests.helpers.shares import share
-from tests.helpers.tiny_models import TinyModel
 
 MODEL = "flexgen/opt-125m"
 
@@ -55,7 +54,7 @@ MODEL = "flexgen/opt-125m"
 @example("a:b=c=d")
 @example("a:b:c=d")
 @example("a:b=1,b=2")
-def test_an_entry_is_read_as_helm_reads_it(entry: str) -> None:
+def test_an_entry_is_read_as_helm_reads_it(entry):
     try:
         theirs = parse_object_spec(entry)
     except ValueError:
@@ -71,7 +70,7 @@ def test_an_entry_is_read_as_helm_reads_it(entry: str) -> None:
     )
 
 
-def test_every_run_spec_of_helm_is_known() -> None:
+def test_every_run_spec_of_helm_is_known():
     helm_run_specs.discover_run_spec_functions()
     # Other tests may register run specs of their own.
     registered = {
@@ -82,7 +81,7 @@ def test_every_run_spec_of_helm_is_known() -> None:
     assert run_spec_names() == registered and len(registered) > 300
 
 
-def test_what_helm_runs_is_accepted() -> None:
+def test_what_helm_runs_is_accepted():
     """Every run spec with what HELM's own files contain: groups, deployments, expanders, other
     clients' models.
     """
@@ -107,7 +106,7 @@ def test_what_helm_runs_is_accepted() -> None:
     check_entries([f"mmlu:subject=a,{expander}=1,model={MODEL}" for expander in expanders], [])
 
 
-def with_arguments(name: str) -> str:
+def with_arguments(name):
     """Return an entry of a run spec with all arguments that it needs, and at least one."""
     helm_run_specs.discover_run_spec_functions()
     function = helm_run_specs.get_run_spec_function(name)
@@ -122,9 +121,7 @@ def with_arguments(name: str) -> str:
 
 
 @pytest.mark.parametrize("conf", sorted((ROOT / "runs").glob("*.conf")), ids=lambda path: path.name)
-def test_helm_makes_a_run_of_every_shipped_entry(
-    conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helm_makes_a_run_of_every_shipped_entry(conf, tmp_path, monkeypatch):
     """Files are read as HELM reads them. Offline; LegalBench's run specs need a file, which the
     test writes.
     """
@@ -151,7 +148,7 @@ def test_helm_makes_a_run_of_every_shipped_entry(
     assert len(runs) == len(entries)  # no two in one folder
 
 
-def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> None:
+def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path):
     conf = tmp_path / "x.conf"
     conf.write_text(
         'x: "text"\nentries: [\n  # {description: "commented:a=b", priority: 1}\n'
@@ -199,12 +196,12 @@ def test_what_is_no_plain_entry_of_a_file_is_left_to_helm(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_wrong_entry_is_answered_with_what_is_right(entry: str, says: str) -> None:
+def test_a_wrong_entry_is_answered_with_what_is_right(entry, says):
     with pytest.raises(UsageError, match=says):
         check_entries([f"simple_mcqa:model={MODEL}", entry], [])
 
 
-def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
+def test_all_entries_of_a_command_are_checked(tmp_path):
     conf = tmp_path / "x.conf"
     conf.write_text(
         'entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n'
@@ -247,9 +244,7 @@ def test_all_entries_of_a_command_are_checked(tmp_path: Path) -> None:
     )
 
 
-def test_a_shipped_file_is_found_from_every_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_file_is_found_from_every_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shipped = read_conf(ROOT / "runs" / "quickstart.conf")
     for named in ("runs/quickstart.conf", "quickstart.conf"):
@@ -266,7 +261,7 @@ def test_a_shipped_file_is_found_from_every_folder(
     assert conf_file(Path("quickstart.conf")) == Path("quickstart.conf")  # one's own goes first
 
 
-def passed_to_helm(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
+def passed_to_helm(argv, monkeypatch):
     """Return the arguments that HELM gets from `flexgen-helm run`."""
     passed: list[Namespace] = []
     monkeypatch.setattr("helm.benchmark.run.helm_run", passed.append)
@@ -274,7 +269,7 @@ def passed_to_helm(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespac
     return passed[0]
 
 
-def test_an_entry_without_a_model_is_answered_with_one() -> None:
+def test_an_entry_without_a_model_is_answered_with_one():
     for entry, separator in (("mmlu:subject=anatomy", ","), ("simple_mcqa", ":")):
         with pytest.raises(UsageError, match="names no model") as refused:
             check_entries([entry], [])
@@ -286,7 +281,7 @@ def test_an_entry_without_a_model_is_answered_with_one() -> None:
     check_entries(["simple_mcqa", f"gsm:model={MODEL}"], [])
 
 
-def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_plugins_may_know_more(monkeypatch):
     entry = "theirs:model=opt-125m"
     check_entries([entry], [], has_plugins=True)
     with pytest.raises(UsageError, match="'theirs'"):
@@ -297,12 +292,12 @@ def test_other_plugins_may_know_more(monkeypatch: pytest.MonkeyPatch) -> None:
     check_entries([entry], [])
 
 
-def test_a_run_spec_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_spec_of_this_process_is_known(monkeypatch):
     monkeypatch.setitem(helm_run_specs._REGISTERED_RUN_SPEC_FUNCTIONS, "made_here", lambda: None)
     check_entries([f"made_here:model={MODEL}"], [])
 
 
-def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
+def test_the_users_deployments_are_theirs(tmp_path):
     ours = {"class_name": run_entries.CLIENT_CLASS}
     content = [
         {"name": "flexgen/mine", "client_spec": {**ours, "args": {"path": "opt-125m"}}},
@@ -329,9 +324,7 @@ def test_the_users_deployments_are_theirs(tmp_path: Path) -> None:
     check_entries([f"simple_mcqa:model={MODEL}"], [], local_path=tmp_path)
 
 
-def test_a_folder_without_weights_is_refused_before_anything_is_imported(
-    tiny: TinyModel, tmp_path: Path
-) -> None:
+def test_a_folder_without_weights_is_refused_before_anything_is_imported(tiny, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     config = (tiny("llama").path / "config.json").read_text()
@@ -365,7 +358,7 @@ def test_a_folder_without_weights_is_refused_before_anything_is_imported(
     assert f"`flexgen-helm convert {folder}`" in done.stdout
 
 
-def pasted(message: str, folder: Path, **variables: str) -> str:
+def pasted(message, folder, **variables):
     """Paste the lines of a message into a shell, and return what its name means to a new process in
     another folder.
     """
@@ -393,9 +386,7 @@ def pasted(message: str, folder: Path, **variables: str) -> str:
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("name", ["it's: a #folder", "opt-125m"])
-def test_the_lines_that_name_a_folder_work(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_lines_that_name_a_folder_work(tiny, tmp_path, monkeypatch, name):
     monkeypatch.delenv("FLEXGEN_HELM_MODELS", raising=False)
     folder = tmp_path / name
     folder.symlink_to(tiny("llama").path, target_is_directory=True)
@@ -415,7 +406,7 @@ def test_the_lines_that_name_a_folder_work(
     assert pasted(str(refused.value), tmp_path, FLEXGEN_HELM_MODELS=file) == str(tiny("llama").path)
 
 
-def test_a_model_of_helms_own_clients_is_hinted_at(tmp_path: Path) -> None:
+def test_a_model_of_helms_own_clients_is_hinted_at(tmp_path):
     entries = [
         "mmlu:model=facebook/opt-6.7b",
         "gsm:model=facebook/opt-6.7b",

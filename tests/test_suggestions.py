@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexgen_helm.checkpoint.catalog import CATALOG
-from flexgen_helm.checkpoint.names import close_names
+from flexgen_helm.checkpoint.known_names import close_names
 from flexgen_helm.files import closest, listed
 from flexgen_helm.run_entries import run_spec_names
 

@@ -1,7 +1,5 @@
 """Sentences and tables at the widths of terminals: no line is too long, no word is cut."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -71,7 +69,7 @@ def test_sentences_break_at_words_and_commands_stay():
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 

@@ -2,19 +2,13 @@
 files that they pass.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -91,7 +85,7 @@ print(json.dumps([sorted(files), sorted(met)]))
 """
 
 
-def listed(page: str, life: str = "request") -> set[str]:
+def listed(page, life="request"):
     """The files in the table of the section."""
     section = page.split(f"## The life of a {life}")[1].split("\n## ")[0]
     return set(re.findall(r"^\| `(\S+)` \|", section, flags=re.MULTILINE))
@@ -111,13 +105,13 @@ def test_the_page_lists_the_files_that_a_request_passes(tiny, tmp_path):
     assert f"{len(files)} files" in page
 
 
-def files_given(holds: Callable[[object], bool], work: Callable[[], object]) -> set[str]:
+def files_given(holds, work):
     """The files of functions that are given a value, or return one, while `work` runs, in whatever
     thread.
     """
     root, files = f"{ROOT}/flexgen_helm/", set()
 
-    def has(value: object, depth: int = 2) -> bool:
+    def has(value, depth=2):
         items = (
             list(value.values())
             if isinstance(value, dict)
@@ -127,7 +121,7 @@ def files_given(holds: Callable[[object], bool], work: Callable[[], object]) -> 
         )
         return holds(value) or (depth > 0 and any(has(item, depth - 1) for item in items[:3]))
 
-    def profile(frame: FrameType, event: str, returned: object) -> None:
+    def profile(frame, event, returned):
         code = frame.f_code
         if event in ("call", "return") and code.co_filename.startswith(root):
             names = (
@@ -156,7 +150,7 @@ ASKED = [
 ]
 
 
-def compute(path: Path, **options: Any) -> None:
+def compute(path, **options):
     with Engine.from_pretrained(path, device="cpu", **options) as engine:
         engine.share_every_beginning()
         assert not any(result.error for result in engine.run(ASKED))
@@ -168,14 +162,14 @@ def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, t
     with 8 elements.
     """
 
-    def is_weight(value: object) -> bool:
+    def is_weight(value):
         if isinstance(value, torch.Tensor):
             return value.numel() == 48 * 80 or (
                 value.dtype == torch.uint8 and value.numel() in (7680, 8192)
             )
         return isinstance(value, HANDLES)
 
-    def is_cached_token(value: object) -> bool:
+    def is_cached_token(value):
         is_tensor = isinstance(value, torch.Tensor) and value.dim() >= 3
         return is_tensor and value.shape[-1] == 8 and 2 in value.shape[:-1]
 
@@ -197,27 +191,27 @@ def test_the_page_lists_the_files_that_carry_a_weight_and_a_cached_token(tiny, t
 
 
 def test_a_file_is_seen_that_is_given_a_value():
-    def work() -> object:
+    def work():
         return closest("smolm", ["smollm2", "opt-125m"])
 
     assert files_given(lambda value: value == "smolm", work) == {"files.py"}
     assert files_given(lambda value: value == "another", work) == set()
 
 
-def order_of_packages(page: str) -> list[str]:
+def order_of_packages(page):
     """Packages from the bottom up, as the page's first table has them."""
     return re.findall(r"^\| `(\w+)/` \|", page.split("Beside the package")[0], flags=re.MULTILINE)
 
 
-def climbs_of(work: Callable[[], object], order: list[str]) -> set[tuple[str, str]]:
+def climbs_of(work, order):
     """Calls of `work` from a package to one above it: what a lower one was given, it calls."""
     root, climbs = f"{ROOT}/flexgen_helm/", set()
 
-    def package(path: str) -> str | None:
+    def package(path):
         name = path.removeprefix(root).partition("/")[0]
         return name if path.startswith(root) and name in order else None
 
-    def profile(frame: FrameType, event: str, argument: object) -> None:
+    def profile(frame, event, argument):
         callee, caller = package(frame.f_code.co_filename), frame.f_back
         while caller is not None and not caller.f_code.co_filename.startswith(root):
             caller = caller.f_back
@@ -261,7 +255,7 @@ def test_a_call_upwards_is_seen():
     order = order_of_packages(PAGE.read_text())
     assert order.index("models") < order.index("planner")
 
-    def work() -> object:
+    def work():
         return predict(small(200, 400), Policy(24, 1), ZIGZAG)
 
     assert climbs_of(work, order) == set() and ("planner", "models") in climbs_of(work, order[::-1])

@@ -24,11 +24,11 @@ from flexgen_helm.benchmarks import accelerate_task
 from flexgen_helm.benchmarks.common import tokens_per_s
 from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.benchmarks.gpu import session
-from flexgen_helm.checkpoint.checkpoint import DummyCheckpoint
+from flexgen_helm.checkpoint.dummy_checkpoint import DummyCheckpoint
 from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.offload import matrices
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.report.throughput import versions
+from flexgen_helm.report.versions import versions
 
 GIB = 1 << 30
 # Tried out on the tests' CUDA device in host memory: all is small, and no figure means anything.

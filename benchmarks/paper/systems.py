@@ -11,18 +11,8 @@ from dataclasses import dataclass, replace
 
 from flexgen_helm.hardware.profile import HardwareProfile, Link
 from flexgen_helm.models.config import layer_stage
-from flexgen_helm.planner.problem import (
-    CD,
-    CG,
-    HC,
-    HD,
-    WC,
-    WD,
-    Affine,
-    BlockShape,
-    PlanningProblem,
-    affine,
-)
+from flexgen_helm.planner.affine import CD, CG, HC, HD, WC, WD, Affine, affine
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PAPER_GROUPS, PRECISIONS, Precision
 from flexgen_helm.tiers import Tier
@@ -110,7 +100,7 @@ class PaperProblem(PlanningProblem):
         self, shape: BlockShape, sequences: float, resident: bool
     ) -> dict[Tier, tuple[Affine, ...]]:
         """The half of a layer in use, and the next one."""
-        config, work, prompt = self.config, self.compute_bytes, self.workload.prompt
+        config, work, prompt = self.config, self.compute_bytes, self.workload.mean_prompt
         layer = self.layer_bytes
         shapes = [shape for _, shape in config.stage_tensors(layer_stage(0)) if len(shape) > 1]
         states = prompt * config.hidden_size * shape.gpu_batch_size * work

@@ -28,7 +28,7 @@ from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
-from flexgen_helm.planner.plan import MeasuredRange, spread_of
+from flexgen_helm.planner.measured_range import MeasuredRange, spread_of
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem

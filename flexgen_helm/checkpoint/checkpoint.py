@@ -8,7 +8,6 @@ log-probabilities by up to 3e-3.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from itertools import zip_longest
 from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +25,6 @@ from flexgen_helm.checkpoint.published import filler
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     FLOAT_TYPES,
     MOST_THREADS,
-    TILE_ELEMENTS,
     LogicalTensor,
     row_tiles,
 )
@@ -47,6 +45,13 @@ _SAFE_NORM = 2.0**-15
 _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat16).save_pretrained)"
 
 
+class StoredMatrix(NamedTuple):
+    """Where files have a matrix; parts: their rows, in order. transposed: they are [in, out]."""
+
+    parts: list[tuple[LogicalTensor, range]]
+    transposed: bool
+
+
 class Checkpoint(ABC):
     """Weights of one model. Opening reads headers only; each tensor is read, checked and rounded on
     request.
@@ -54,8 +59,8 @@ class Checkpoint(ABC):
     No file stays open, and reads from several threads do not disturb each other.
 
     config: sizes and features of the model.
-    formats, gathers: of the matrices that rest as published, by name, which `packed_tiles` reads;
-        whether from several places each.
+    formats: of the matrices that rest as published, by name, which `packed_tiles` reads.
+    rows_are_gathered: rows of a matrix are read from several places of the files.
     storage_dtype: of other matrices, float16 or bfloat16, the checkpoint's own 16-bit type; float16
         for float32 and GGUF weights. Weights that another tool quantized have the type of their
         scales.
@@ -76,7 +81,7 @@ class Checkpoint(ABC):
     config: ModelConfig
     config_content: Mapping[str, Any] | None = None
     formats: Mapping[str, BlockFormat] = MappingProxyType({})
-    gathers: bool = False
+    rows_are_gathered: bool = False
     storage_dtype: torch.dtype
     rounded: Mapping[str, float] = MappingProxyType({})
     tokenizer_path: Path | None
@@ -138,15 +143,16 @@ class Checkpoint(ABC):
         """Read tiles to memory of their rows [count, row bytes]."""
         width, fmt, title = self.shapes[name][1], self.formats[name], self._title(name)
         done = 0
-        for stored, rows in self._stored(name)[0]:
+        for stored, rows in self._stored_matrix(name).parts:
             assert stored.published is not None
             fill = filler(stored.published, title)
 
             def read(
-                tile: tuple[int, int], at: int = done - rows.start, fill: FillRows = fill
+                tile: tuple[int, int], offset: int = done - rows.start, fill: FillRows = fill
             ) -> torch.Tensor:
-                packed = memory(at + tile[0], tile[1])
-                fill(tile[0], packed)
+                first, count = tile
+                packed = memory(offset + first, count)
+                fill(first, packed)
                 if not_finite(packed, fmt):
                     raise CheckpointError(
                         f"{title} contains a value that is not finite; fetch the model again"
@@ -160,22 +166,18 @@ class Checkpoint(ABC):
             )
             done += len(rows)
 
-    def _stored(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
-        """Return the rows of files that are a matrix, and whether they are [in, out]; none of dummy
-        weights.
-        """
+    def _stored_matrix(self, name: str) -> StoredMatrix:
+        """Return where files have a matrix; dummy weights have no parts."""
         tensor = self._tensors.get(name)
-        return (
-            ([], False)
-            if tensor is None
-            else ([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
-        )
+        if tensor is None:
+            return StoredMatrix([], False)
+        return StoredMatrix([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
 
     def _published_formats(self) -> dict[str, BlockFormat]:
         """Return the formats of the matrices that rest as published."""
-        found = {}
+        by_name = {}
         for name in (name for name, shape in self.shapes.items() if len(shape) == 2):
-            parts, transposed = self._stored(name)
+            parts, transposed = self._stored_matrix(name)
             formats = {
                 published.fmt
                 if (published := stored.published) and published.transposed == transposed
@@ -184,14 +186,14 @@ class Checkpoint(ABC):
             }
             fmt = formats.pop() if len(formats) == 1 else None
             if fmt is not None and fmt.has_loop:
-                found[name] = fmt
-        return found
+                by_name[name] = fmt
+        return by_name
 
     def stored_rows(self, name: str) -> Sequence[StoredRows]:
         """Return where files have the rows of a matrix as it rests, in order; none where they have
         another type.
         """
-        parts, transposed = self._stored(name)
+        parts, transposed = self._stored_matrix(name)
         if name in self.formats:
             return [
                 StoredRows(rows, p.planes)
@@ -218,23 +220,23 @@ class Checkpoint(ABC):
         """Stored type -> bytes of quantized matrices that do not rest as published: in files, and
         in 16 bits.
         """
-        found: dict[str, tuple[int, int]] = {}
+        bytes_of: dict[str, tuple[int, int]] = {}
         for name in (
             name
             for name, shape in self.shapes.items()
             if len(shape) == 2 and name not in self.formats
         ):
-            parts, _ = self._stored(name)
+            parts = self._stored_matrix(name).parts
             elements = prod(self.shapes[name]) // max(1, len(parts))
             for stored, _ in parts:
                 if not stored.is_plain:
                     kind, size = stored.parts[0].dtype, sum(part.size for part in stored.parts)
-                    in_files, in_16_bits = found.get(kind, (0, 0))
-                    found[kind] = (
+                    in_files, in_16_bits = bytes_of.get(kind, (0, 0))
+                    bytes_of[kind] = (
                         in_files + size * elements // prod(stored.shape),
                         in_16_bits + 2 * elements,
                     )
-        return found
+        return bytes_of
 
     def order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in
@@ -319,15 +321,15 @@ class Checkpoint(ABC):
                 total += norm**2
             yield tile.to(self._dtype_of(name))
         if error > _MAX_FLOAT16_ERROR**2 * total:
-            lost = (
+            raise self._type_error(
                 f"{self._title(name)} would lose {(error / total) ** 0.5:.1%} of its norm in "
                 "float16"
             )
-            raise (
-                Float16Error(lost)
-                if self.as_float16
-                else CheckpointError(f"{lost}; {_SAVE_AS_BFLOAT16}")
-            )
+
+    def _type_error(self, problem: str) -> CheckpointError | Float16Error:
+        if self.as_float16:
+            return Float16Error(problem)
+        return CheckpointError(f"{problem}; {_SAVE_AS_BFLOAT16}")
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if len(self.shapes[name]) == 1 else self.storage_dtype
@@ -349,11 +351,8 @@ class Checkpoint(ABC):
         if not extremes.to(self._computed_dtype(name)).isfinite().all():
             largest = float(extremes.abs().max())
             dtype = str(self._computed_dtype(name)).removeprefix("torch.")
-            wrong = f"{self._title(name)} contains {largest:g}, too large for {dtype}"
-            raise (
-                Float16Error(wrong)
-                if self.as_float16
-                else CheckpointError(f"{wrong}; {_SAVE_AS_BFLOAT16}")
+            raise self._type_error(
+                f"{self._title(name)} contains {largest:g}, too large for {dtype}"
             )
 
 
@@ -362,63 +361,6 @@ def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor])
     float32.
     """
     return all(
-        one is not None and two is not None and torch.equal(one.float(), two.float())
-        for one, two in zip_longest(first, second)
+        a is not None and b is not None and torch.equal(a.float(), b.float())
+        for a, b in zip_longest(first, second)
     )
-
-
-# ---- seeded random weights: measuring throughput needs only the shapes ----
-
-_STD = 0.02
-
-
-class DummyCheckpoint(Checkpoint):
-    """Each tensor follows from (seed, name) alone, in whatever order tensors are read.
-
-    Matrices and tables are normal with a standard deviation of 0.02. Those that write into the
-    residual stream (`attn.o`, `down`) are smaller by the square root of their number, which keeps
-    the hidden states of deep models of order one, far inside float16. Norms multiply by 1, norm
-    biases are 0, other biases a tenth of the matrices'.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        seed: int,
-        storage_dtype: torch.dtype,
-        tokenizer_path: Path | None = None,
-    ) -> None:
-        self.config, self.storage_dtype, self.tokenizer_path = config, storage_dtype, tokenizer_path
-        self._seed = seed
-
-    @property
-    def fingerprint(self) -> str:
-        # The config's text has every size, and torch's version decides the numbers drawn.
-        text = (
-            f"dummy 1 {self._seed} {self.storage_dtype} {torch.__version__} "
-            f"{self.config.identity_text()}"
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def _title(self, name: str) -> str:
-        return f"dummy weights: tensor {name}"
-
-    def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        total = prod(self.shapes[name])
-        mean, std = self._distribution(name)
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        for start in range(0, total, TILE_ELEMENTS):
-            tile = torch.empty(min(TILE_ELEMENTS, total - start), dtype=torch.float32)
-            yield tile.normal_(mean, std, generator=generator) if std else tile.fill_(mean)
-
-    def _distribution(self, name: str) -> tuple[float, float]:
-        """Return mean and standard deviation."""
-        owner, _, leaf = name.rpartition(".")
-        if owner.endswith("norm"):
-            return (self.config.neutral_norm_weight if leaf == "weight" else 0.0), 0.0
-        if leaf == "bias":
-            return 0.0, _STD / 10
-        if owner.endswith(("attn.o", ".down")):
-            return 0.0, _STD / sqrt(2 * self.config.num_layers)
-        return 0.0, _STD

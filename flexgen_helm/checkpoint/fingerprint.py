@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import stop_point
@@ -73,8 +72,9 @@ class SourceFile:
         return self.stamp[0]
 
     def read(self, offset: int, size: int, what: str) -> bytearray:
-        """Read `size` bytes from `offset` on, without mapping: the page cache does not count as our
-        memory.
+        """Read `size` bytes from `offset` on; what: the part of the file, for messages.
+
+        Without mapping: a mapped page would count as our memory.
         """
         buffer = bytearray(size)
         self.read_into(memoryview(buffer), offset, what)
@@ -93,11 +93,10 @@ class SourceFile:
                 done += count
 
     def require_unchanged(self, descriptor: int, what: str) -> None:
-        """Raise `CheckpointError` if the file that is open there is not the one that was seen
-        first.
+        """Raise `CheckpointError` if the open file is not as it was when the checkpoint was
+        opened.
         """
-        # Without the time of the inode: a link or a right that is given meanwhile changes no
-        # content.
+        # Without the last time of a stamp: a new link or other rights change no content.
         if _stamp(os.fstat(descriptor))[:3] != self.stamp[:3]:
             raise CheckpointError(
                 f"{self.path} has changed since it was opened, while reading {what}"
@@ -114,8 +113,9 @@ def content_fingerprint(files: Iterable[Path]) -> str:
 
 
 def snapshot_fingerprint(repo: str, commit: str, sizes: Mapping[str, int]) -> str:
-    """Return the identity of a hub snapshot: repository, commit, and sizes in bytes of its files;
-    nothing is hashed.
+    """Return the identity of a hub snapshot, whose files are not read.
+
+    sizes: name -> bytes of its files.
     """
     text = json.dumps([repo, commit, sorted(sizes.items())])
     return hashlib.sha256(text.encode()).hexdigest()
@@ -125,15 +125,15 @@ def snapshot_fingerprint(repo: str, commit: str, sizes: Mapping[str, int]) -> st
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content; that of a large one is remembered in `hashes.json` by
-    path and stamp.
+    """Return the SHA-256 of a file's content.
 
+    That of a large file is remembered in `hashes.json` by path and stamp.
     Raises `CheckpointError` if the file cannot be read or changes meanwhile.
     """
     with _explain_os_errors(path):
         stamp = _stamp(path.stat())
         is_small = stamp[0] <= _SMALL
-        if not is_small and (known := recall(path, "sha256", stamp)) is not None:
+        if not is_small and (known := _recall(path, stamp)) is not None:
             return known
         digest = hash_file(path)
         if _stamp(path.stat()) != stamp:
@@ -141,7 +141,7 @@ def file_sha256(path: Path) -> str:
                 f"{path} changed while it was being hashed; wait until it is complete"
             )
     if not is_small:
-        remember(path, "sha256", digest, stamp)
+        _remember(path, digest, stamp)
     return digest
 
 
@@ -149,7 +149,7 @@ def is_quick_to_hash(path: Path) -> bool:
     """Whether `file_sha256` reads at most a megabyte."""
     with _explain_os_errors(path):
         stamp = _stamp(path.stat())
-    return stamp[0] <= _SMALL or recall(path, "sha256", stamp) is not None
+    return stamp[0] <= _SMALL or _recall(path, stamp) is not None
 
 
 def hash_file(path: Path) -> str:
@@ -166,30 +166,20 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def recall(path: Path, key: str, stamp: Stamp) -> str | None:
-    """Return what was remembered of a file under `key` when it had this stamp."""
+def _recall(path: Path, stamp: Stamp) -> str | None:
+    """Return the hash that a file had when it had this stamp, if it is remembered."""
     entry = read_state(_HASHES).get(str(path.resolve()))
-    if (
-        isinstance(entry, dict)
-        and entry.get("stamp") == list(stamp)
-        and isinstance(entry.get(key), str)
-    ):
-        return str(entry[key])
-    return None
+    if not isinstance(entry, dict) or entry.get("stamp") != list(stamp):
+        return None
+    digest = entry.get("sha256")
+    return digest if isinstance(digest, str) else None
 
 
-def remember(path: Path, key: str, value: str, stamp: Stamp) -> None:
-    """Remember a fact about a file for as long as it has this stamp."""
-    if time.time_ns() - stamp[1] <= _SETTLED_NS:
-        return
-    name = str(path.resolve())
-
-    def add(content: dict[str, Any]) -> None:
-        entry = content.get(name)
-        facts = entry if isinstance(entry, dict) and entry.get("stamp") == list(stamp) else {}
-        content[name] = {**facts, "stamp": stamp, key: value}
-
-    update_state(_HASHES, add)
+def _remember(path: Path, digest: str, stamp: Stamp) -> None:
+    """Remember a file's hash for as long as it has this stamp."""
+    if time.time_ns() - stamp[1] > _SETTLED_NS:
+        entry = {str(path.resolve()): {"stamp": stamp, "sha256": digest}}
+        update_state(_HASHES, lambda hashes: hashes.update(entry))
 
 
 def forget(path: Path) -> None:
@@ -230,8 +220,8 @@ def check_blobs(files: Iterable[Path], *, hash_again: bool = False) -> None:
 
 
 def blob_of(file: Path) -> Path | None:
-    """Return the hub's blob that a snapshot's link leads to, whose name is a hash; None for any
-    other file.
+    """Return the hub's blob that a snapshot's link leads to, named by its hash; None for any file
+    besides.
     """
     if not file.is_symlink():
         return None

@@ -10,7 +10,7 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
@@ -42,6 +42,19 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 # What trainers leave in the folder, pickled too, and macOS for every file ('._model.bin').
 _NO_WEIGHTS = (".", "training_args", "optimizer", "scheduler", "scaler", "rng_state")
+
+
+class FolderConfig(NamedTuple):
+    """What `config.json` of a model folder says; content: all of it."""
+
+    architecture: Architecture
+    config: ModelConfig
+    content: dict[str, Any]
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder of a model; path: that folder, or a file in it."""
+    return path.parent if path.is_file() else path
 
 
 def require_small_file(path: Path) -> None:
@@ -82,11 +95,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(
     folder: Path, find: Callable[[Mapping[str, Any]], Architecture] = architecture_of_config
-) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
-    """Return the architecture, the model config, and the content of `config.json` of a model
-    folder.
-
-    find: says which architecture a content is of.
+) -> FolderConfig:
+    """Read the `config.json` of a model folder; find: says which architecture a content is of.
 
     Raises `UnsupportedArchitectureError` by name, `CheckpointError` for a configuration that is
     missing, incomplete, or of weights that are quantized in a way that cannot be read.
@@ -108,7 +118,8 @@ def read_config(
             f"{error}; the code that {path} names (auto_map) is never run"
         ) from None
     read_quantization(content, path)  # refuses formats that cannot be read
-    return architecture, model_config_from(architecture.read_config, content, path), content
+    config = model_config_from(architecture.read_config, content, path)
+    return FolderConfig(architecture, config, content)
 
 
 def model_config_from(
@@ -177,7 +188,7 @@ def identity_files(path: Path) -> list[Path]:
     """Return the files that tell a folder's weights from others; path: the folder, or one
     safetensors file in it.
     """
-    folder = path.parent if path.is_file() else path
+    folder = folder_of(path)
     small = (folder / name for name in (CONFIG, *TOKENIZER_FILES))
     weights = [path] if path.is_file() else weight_files(folder)
     return [*weights, *(file for file in small if file.is_file())]

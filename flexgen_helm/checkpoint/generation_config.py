@@ -132,14 +132,14 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
             for name, value in {**nested, **given}.items()
             if name in (*_MATTERING, "top_p")
         }
-    found = {
+    settings = {
         name: value
         for name, value in content.items()
         if value is not None and name not in _HARMLESS and value not in _MATTERING.get(name, ())
     }
     if choice == "ignore":
-        return GenerationSettings(path, ignored=found, eos_ids=configured_eos_ids(folder))
-    for name, value in found.items():
+        return GenerationSettings(path, ignored=settings, eos_ids=configured_eos_ids(folder))
+    for name, value in settings.items():
         if name not in ALWAYS and name not in SAMPLED:
             verb = "supported" if name in REFUSED else "known here"
             raise CheckpointError(
@@ -150,7 +150,7 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
     if not isinstance(top_p, (int, float)):
         raise CheckpointError(f"{path} sets top_p to {repr(top_p)[:80]}, which is no number")
     return GenerationSettings(
-        path, applied=found, eos_ids=configured_eos_ids(folder), top_p=float(top_p)
+        path, applied=settings, eos_ids=configured_eos_ids(folder), top_p=float(top_p)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -53,19 +53,10 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
         name = str(header.metadata.get("general.architecture"))
-        kind = header.metadata.get("general.type", "model")
-        if kind != "model":
-            raise UnsupportedArchitectureError(
-                f"{path} is no language model but of the kind {kind!r} ({name}); name the model's "
-                f"own file, into which an adapter must be merged first (llama-export-lora)"
-            )
+        _require_language_model(path, header, name)
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():
-            if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
-                raise CheckpointError(
-                    f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor "
-                    f"{tensor.name}; fetch it again"
-                )
+            _require_whole(tensor)
             _require_known_type(tensor)
         architecture = architecture_of_gguf(name)
         factor_names = _ROPE_FACTORS.get(architecture.name, ())
@@ -93,15 +84,7 @@ class GgufCheckpoint(Checkpoint):
         used = {part.name for matched in self._tensors.values() for part in matched.stored.parts}
         if factors is not None:
             used |= {*factor_names, _LONG_FACTORS}
-        # Input scales are for kernels that quantize activations too, which nothing here does.
-        if unread := sorted(
-            name for name in tensors.keys() - used if not name.endswith(".input_scale")
-        ):
-            raise UnsupportedArchitectureError(
-                f"{path} has {len(unread)} tensors that nothing here reads, and without them the "
-                f"numbers would be wrong: {', '.join(unread[:4])}; use the model's safetensors "
-                "folder or another conversion"
-            )
+        _require_all_used(path, tensors.keys() - used)
         self.formats = self._published_formats()
         types = {
             name: "" if name in self.formats else matched.stored.dtype
@@ -129,6 +112,33 @@ class GgufCheckpoint(Checkpoint):
             return None
         heads = {"q": self.config.num_heads, "kv": self.config.num_kv_heads}[rope_heads]
         return torch.arange(self.shapes[name][0]).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _require_language_model(path: Path, header: GgufHeader, architecture: str) -> None:
+    kind = header.metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedArchitectureError(
+            f"{path} is no language model but of the kind {kind!r} ({architecture}); name the "
+            "model's own file, into which an adapter must be merged first (llama-export-lora)"
+        )
+
+
+def _require_whole(tensor: StoredTensor) -> None:
+    if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
+        raise CheckpointError(
+            f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor "
+            f"{tensor.name}; fetch it again"
+        )
+
+
+def _require_all_used(path: Path, unused: Iterable[str]) -> None:
+    # Input scales are for kernels that quantize activations too, which nothing here does.
+    if unread := sorted(name for name in unused if not name.endswith(".input_scale")):
+        raise UnsupportedArchitectureError(
+            f"{path} has {len(unread)} tensors that nothing here reads, and without them the "
+            f"numbers would be wrong: {', '.join(unread[:4])}; use the model's safetensors folder "
+            "or another conversion"
+        )
 
 
 def _read_parts(path: Path, header: GgufHeader) -> tuple[list[Path], Mapping[str, StoredTensor]]:

@@ -8,9 +8,11 @@ from typing import Literal
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, DummyCheckpoint
-from flexgen_helm.checkpoint.fetch import fetch, origin_of, snapshot_fingerprint_of
-from flexgen_helm.checkpoint.folder import read_config, tokenizer_folder
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.checkpoint.dummy_checkpoint import DummyCheckpoint
+from flexgen_helm.checkpoint.fetch import fetch
+from flexgen_helm.checkpoint.folder import folder_of, read_config, tokenizer_folder
+from flexgen_helm.checkpoint.local_files import origin_of, snapshot_fingerprint_of
 from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.models.config import ModelConfig
@@ -43,8 +45,8 @@ def open_checkpoint(
     if path.suffix == ".gguf" and path.is_file():
         checkpoint = _open_gguf(path)
     else:
-        _, config, _ = read_config(path.parent if path.is_file() else path)
-        checkpoint = open_as(type(config), path, snapshot_fingerprint_of(resolved, path))
+        kind = type(read_config(folder_of(path)).config)
+        checkpoint = open_as(kind, path, snapshot_fingerprint_of(resolved, path))
     checkpoint.origin = origin_of(resolved, path)
     return checkpoint
 
@@ -56,11 +58,7 @@ def _dummy(resolved: ResolvedModel, seed: int) -> DummyCheckpoint:
             checkpoint.config, seed, checkpoint.storage_dtype, checkpoint.tokenizer_path
         )
     config, dtype = read_model_config(resolved)
-    tokenizer_path = None
-    if resolved.path is not None:
-        tokenizer_path = tokenizer_folder(
-            resolved.path.parent if resolved.path.is_file() else resolved.path
-        )
+    tokenizer_path = None if resolved.path is None else tokenizer_folder(folder_of(resolved.path))
     return DummyCheckpoint(config, seed, getattr(torch, dtype), tokenizer_path)
 
 
@@ -72,8 +70,9 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def open_as(kind: type[ModelConfig], path: Path, fingerprint: str | None = None) -> Checkpoint:
-    """Open a folder of safetensors files for a kind of record; the folder itself may lead to the
-    other one.
+    """Open a folder of safetensors files for a kind of config.
+
+    That is the caller's choice: modules of `transformers` compute what our own decoder does, too.
     """
     if not issubclass(kind, TransformersConfig):
         return SafetensorsCheckpoint(path, fingerprint)

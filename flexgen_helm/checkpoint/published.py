@@ -22,9 +22,9 @@ ReadBytes = Callable[[SourceFile, int, int], Tensor]
 
 
 def filler(published: PublishedTensor, title: str) -> FillRows:
-    """Return what reads blocks of a tensor; title: of it, for messages."""
-    if published.lay_out is not None:
-        return published.lay_out()
+    """Return what fills memory with blocks of a tensor; title: of that tensor, for messages."""
+    if published.open_rows is not None:
+        return published.open_rows()
 
     def read(file: SourceFile, offset: int, size: int) -> Tensor:
         return torch.frombuffer(file.read(offset, size, title), dtype=torch.uint8)
@@ -33,7 +33,7 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
     whole = StoredPlane(plane.file, plane.offset, plane.row_bytes, published.fmt.block_bytes)
 
     def fill(start: int, out: Tensor) -> None:
-        if published.planes == (whole,):  # no second copy
+        if published.planes == (whole,):  # the file has whole blocks: no second copy
             plane.file.read_into(
                 out.view(-1).numpy().data, plane.offset + start * plane.row_bytes, title
             )
@@ -45,34 +45,41 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
 
 
 def read_blocks(parts: Sequence[StoredRows], first: int, out: Tensor, read: ReadBytes) -> None:
-    """Fill `out` [rows, blocks, block bytes] with the rows of a matrix from `first` on; parts: all
-    of its rows.
+    """Fill `out` [rows, blocks, block bytes] with the rows of a matrix from row `first` on.
+
+    parts: all rows of the matrix, in order.
     """
     done = 0
     for part in parts:
         skipped = min(first, len(part.rows))
         first -= skipped
         rows = part.rows[skipped : skipped + out.shape[0] - done]
-        at = 0
-        for plane in part.planes if rows else ():
-            out[done : done + len(rows), :, at : at + plane.block_bytes] = _blocks(
-                plane, rows, out.shape[1], read
-            )
-            at += plane.block_bytes
+        if not rows:
+            continue
+        blocks = out[done : done + len(rows)]
+        for plane, plane_bytes in zip(
+            part.planes, blocks.split([plane.block_bytes for plane in part.planes], dim=2)
+        ):
+            plane_bytes.copy_(_read_entries(plane, rows, out.shape[1], read))
         done += len(rows)
     assert done == out.shape[0]
 
 
-def _blocks(plane: StoredPlane, rows: range, blocks: int, read: ReadBytes) -> Tensor:
-    """Return what blocks of some rows have in a plane: [rows or 1, blocks or 1, bytes]."""
+def _read_entries(plane: StoredPlane, rows: range, blocks: int, read: ReadBytes) -> Tensor:
+    """Return the entries of rows of blocks in a plane: [rows or 1, blocks or 1, bytes]."""
     row = torch.arange(rows.start, rows.stop)
-    row = row // plane.matrix_rows * plane.rows + row % plane.matrix_rows // plane.same_rows
-    begin, end = int(row.min()), int(row.max()) + 1
-    data = read(plane.file, plane.offset + begin * plane.row_bytes, (end - begin) * plane.row_bytes)
-    stored = -(-blocks // plane.same_blocks)
-    data = data.view(end - begin, plane.row_bytes)[:, : stored * plane.block_bytes].unflatten(
-        1, (stored, -1)
+    matrix, row_of_matrix = row // plane.matrix_rows, row % plane.matrix_rows
+    stored_row = matrix * plane.stored_rows_per_matrix + row_of_matrix // plane.rows_per_entry
+    first, stop = int(stored_row.min()), int(stored_row.max()) + 1
+    data = read(
+        plane.file, plane.offset + first * plane.row_bytes, (stop - first) * plane.row_bytes
     )
-    if 1 < end - begin < len(rows) or plane.rows == 0:
-        data = data[row - begin]
-    return data if plane.same_blocks == 1 else data[:, torch.arange(blocks) // plane.same_blocks]
+    per_row = -(-blocks // plane.blocks_per_entry)
+    entries = data.view(stop - first, plane.row_bytes)[:, : per_row * plane.block_bytes].unflatten(
+        1, (per_row, -1)
+    )
+    if 1 < stop - first < len(rows) or plane.stored_rows_per_matrix == 0:
+        entries = entries[stored_row - first]
+    if plane.blocks_per_entry == 1:
+        return entries
+    return entries[:, torch.arange(blocks) // plane.blocks_per_entry]

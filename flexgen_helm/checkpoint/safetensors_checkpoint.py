@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,9 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
 from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
+    FolderConfig,
     deciding_files,
+    folder_of,
     identity_files,
     read_config,
     tokenizer_folder,
@@ -26,13 +27,13 @@ from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     FLOAT_TYPES,
     LogicalTensor,
-    check_unread,
 )
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
+from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures.base import Architecture, find_source
-from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX, ModelConfig
+from flexgen_helm.models.config import EMBED_TABLE, HEAD_MATRIX
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -47,43 +48,43 @@ class SafetensorsCheckpoint(Checkpoint):
             files on request.
         """
         self._path = path
-        self.folder: Path = path.parent if path.is_file() else path
-        folder = self.folder
-        architecture, self.config, content = self._read_config(folder)
-        self.config_content = content
+        folder = folder_of(path)
+        self.folder: Path = folder
+        architecture, self.config, self.config_content = self._read_config(folder)
         self._files = [path] if path.is_file() else weight_files(folder)
         self._snapshot_fingerprint = fingerprint
         self.tokenizer_path = tokenizer_folder(folder)
         stored = join_headers(map(read_header, self._files))
         self._manifest = verify_conversion(folder, self._files) if is_conversion(folder) else None
-        quantization = read_quantization(content, folder / CONFIG)
+        quantization = read_quantization(self.config_content, folder / CONFIG)
         tensors = logical_tensors(stored, quantization, path)
-        self._find(architecture, tensors, path)
+        self._match_tensors(architecture, tensors, path)
         if quantization is not None:
             self.formats = self._published_formats()
         matrices = (name for name, shape in self.shapes.items() if len(shape) == 2)
-        self.gathers = bool(self.formats) or any(
-            len(self._stored(name)[0]) > 1 for name in matrices
+        self.rows_are_gathered = bool(self.formats) or any(
+            len(self._stored_matrix(name).parts) > 1 for name in matrices
         )
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by
     # their state dict.
 
-    def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+    def _read_config(self, folder: Path) -> FolderConfig:
         return read_config(folder)
 
-    def _find(
+    def _match_tensors(
         self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path
     ) -> None:
-        """Find the model's tensors among those of the files. Raises `CheckpointError` for what does
-        not fit.
+        """Find the model's tensors among those of the files.
+
+        Raises `CheckpointError` for what does not fit.
         """
         head, table = (
             find_stored(find_source(architecture.tensors, name), tensors, architecture.prefixes)
             for name in (HEAD_MATRIX, EMBED_TABLE)
         )
         if head is not None and table is not None:
-            self._untie_if_different(_tiles(head), _tiles(table))
+            self._untie_if_different(_float_tiles(head), _float_tiles(table))
         self._tensors = match_tensors(
             self.config, architecture.tensors, tensors, path, architecture.prefixes
         )
@@ -91,19 +92,15 @@ class SafetensorsCheckpoint(Checkpoint):
             (self._tensors[name].stored.dtype, self.shapes[name]) for name in self._tensors
         )
         read = {matched.stored.name for matched in self._tensors.values()}
+        # A head that equals the embedding table stays unread.
         check_unread((tensor for tensor in tensors.values() if tensor is not head), read, path)
-        for tensor in (matched.stored for matched in self._tensors.values()):
-            if tensor.dtype not in FLOAT_TYPES:
-                supported = ", ".join(FLOAT_TYPES)
-                raise CheckpointError(
-                    f"{tensor.title} has the type {tensor.dtype}; supported are {supported}"
-                )
+        for matched in self._tensors.values():
+            _require_float(matched.stored)
 
     def _untie_if_different(
         self, head: Iterator[torch.Tensor], table: Iterator[torch.Tensor]
     ) -> None:
-        """Give the model a head of its own if the one that the files have differs from the
-        embedding table.
+        """Give the model a head if that of the files differs from the embedding table.
 
         So does `transformers`, whatever `tie_word_embeddings` says: fine-tunes that trained their
         head leave it true.
@@ -137,13 +134,19 @@ class SafetensorsCheckpoint(Checkpoint):
             yield tile
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if not self._stored(name)[1]:
+        if not self._stored_matrix(name).transposed:
             return None
         return lambda tensor: tensor.view(tensor.shape[::-1]).t().contiguous()
 
 
-def _tiles(tensor: LogicalTensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor; none of one whose type no weight has, which is refused by its
-    name.
-    """
+def _float_tiles(tensor: LogicalTensor) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor; none of a type that `_require_float` refuses."""
     return tensor.tiles([range(tensor.num_rows)] if tensor.dtype in FLOAT_TYPES else [])
+
+
+def _require_float(tensor: LogicalTensor) -> None:
+    if tensor.dtype not in FLOAT_TYPES:
+        supported = ", ".join(FLOAT_TYPES)
+        raise CheckpointError(
+            f"{tensor.title} has the type {tensor.dtype}; supported are {supported}"
+        )

@@ -29,19 +29,19 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from flexgen_helm.checkpoint.folder import read_config
+from flexgen_helm.checkpoint.checkpoint import StoredMatrix
+from flexgen_helm.checkpoint.folder import FolderConfig, read_config
 from flexgen_helm.checkpoint.matching import missing_tensor_error
 from flexgen_helm.checkpoint.quantized.logical_tensor import (
     FLOAT_TYPES,
     TORCH_TYPES,
     LogicalTensor,
-    check_unread,
 )
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.models.architectures import architecture_by_modules
 from flexgen_helm.models.architectures.base import Architecture
-from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.transformers_backend.code_digest import loading_digest
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.models.transformers_backend.empty_model import empty_model
@@ -368,10 +368,10 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
     it.
     """
 
-    def _read_config(self, folder: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
+    def _read_config(self, folder: Path) -> FolderConfig:
         return read_config(folder, architecture_by_modules)
 
-    def _find(
+    def _match_tensors(
         self, architecture: Architecture, tensors: Mapping[str, LogicalTensor], path: Path
     ) -> None:
         assert isinstance(self.config, TransformersConfig)
@@ -393,18 +393,18 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         return hashlib.sha256(f"{super().fingerprint} {loading_digest()}".encode()).hexdigest()
 
     def _title(self, name: str) -> str:
-        return self._reader.title(self._modules.key(name)[0])
+        return self._reader.title(self._modules.entry_of(name).key)
 
     def _read_tiles(self, name: str) -> Iterator[torch.Tensor]:
-        key, expert, _ = self._modules.key(name)
-        for tile in self._reader.tiles(key, expert):
+        entry = self._modules.entry_of(name)
+        for tile in self._reader.tiles(entry.key, entry.expert):
             yield tile if tile.is_floating_point() else tile.float()
 
-    def _stored(self, name: str) -> tuple[list[tuple[LogicalTensor, range]], bool]:
-        key, expert, is_transposed = self._modules.key(name)
-        parts = self._reader.stored_parts(key, expert)
-        if is_transposed:  # rows [in, out] of an expert are as many blocks of rows [out, in]
+    def _stored_matrix(self, name: str) -> StoredMatrix:
+        entry = self._modules.entry_of(name)
+        parts = self._reader.stored_parts(entry.key, entry.expert)
+        if entry.transposed:  # rows [in, out] of an expert are as many blocks of rows [out, in]
             rows = self.shapes[name][0]
-            first = (expert or 0) * rows
+            first = (entry.expert or 0) * rows
             parts = [(stored, range(first, first + rows)) for stored, _ in parts]
-        return parts, is_transposed
+        return StoredMatrix(parts, entry.transposed)

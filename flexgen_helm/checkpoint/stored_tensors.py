@@ -46,8 +46,9 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return name -> tensor of a safetensors file; raises `CheckpointError` if it is truncated or
-    corrupt.
+    """Return name -> tensor of a safetensors file.
+
+    Raises `CheckpointError` if the file is truncated or corrupt.
     """
     from safetensors import SafetensorError, safe_open  # registration does without
 
@@ -56,7 +57,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         # The library's parser judges the header: lengths, overlaps, the end of the data.
         with safe_open(path, framework="np"):
             pass
-    except (OSError, MemoryError):  # the library says of all that the file is missing
+    except (OSError, MemoryError):
+        # safetensors reports every failure to open as a missing file.
         try:
             path.open("rb").close()
         except OSError as error:
@@ -80,8 +82,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def join_headers(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Return the tensors of all files of a model; raises `CheckpointError` if two of them have one
-    of the same name.
+    """Return the tensors of all files of a model.
+
+    Raises `CheckpointError` if two files have a tensor of the same name.
     """
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
@@ -96,25 +99,31 @@ def join_headers(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Sto
 
 @dataclass(frozen=True)
 class StoredPlane:
-    """What the blocks of a matrix have in one stored tensor: their codes, their scales, or all.
+    """What the blocks of matrices have in one stored tensor: their codes, their scales, or all.
+
+    An entry is what a block has there, such as the scale of its values. Several blocks may have the
+    same one. By default every block has an entry. Row r of the matrices, one below the other, is in
+    the stored row
+
+        r // matrix_rows * stored_rows_per_matrix + r % matrix_rows // rows_per_entry
 
     offset: where the tensor begins in the file.
-    row_bytes: of one of its rows.
-    block_bytes: of each block.
-    same_rows, same_blocks: neighbouring rows of the matrix, and neighbouring blocks of a row, that
-        have the same ones.
-    matrix_rows, rows: of each of several matrices, in which `same_rows` begin anew: its own, and
-        those it has here, 0 if all matrices have the same ones.
+    row_bytes: of a stored row.
+    block_bytes: of an entry.
+    rows_per_entry, blocks_per_entry: neighbouring rows of a matrix, and neighbouring blocks of a
+        row, that have the same entries.
+    matrix_rows: of each matrix.
+    stored_rows_per_matrix: 0 if all matrices have the same entries.
     """
 
     file: SourceFile
     offset: int
     row_bytes: int
     block_bytes: int
-    same_rows: int = 1
-    same_blocks: int = 1
+    rows_per_entry: int = 1
+    blocks_per_entry: int = 1
     matrix_rows: int = 1
-    rows: int = 1
+    stored_rows_per_matrix: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,13 +132,13 @@ class PublishedTensor:
 
     planes: in the order in which a block has them; none where rows are columns in the file.
     transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
-    lay_out: reads columns, and returns what makes blocks of rows.
+    open_rows: reads columns, and returns what makes blocks of rows.
     """
 
     fmt: BlockFormat
     planes: tuple[StoredPlane, ...] = ()
     transposed: bool = False
-    lay_out: Callable[[], FillRows] | None = None
+    open_rows: Callable[[], FillRows] | None = None
 
 
 @dataclass(frozen=True)

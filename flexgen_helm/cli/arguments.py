@@ -65,10 +65,8 @@ UntilTime = Annotated[
     typer.Option(
         "--until",
         metavar="HH:MM",
-        help=(
-            "Score a random sample of the instances of every run entry, as large as is done by "
-            "this time."
-        ),
+        help="Score a random sample of the instances of every run entry, as large as is done by "
+        "this time.",
     ),
 ]
 Hours = Annotated[

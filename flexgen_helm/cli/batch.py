@@ -55,29 +55,27 @@ class _Line:
 
     identity: str
     custom_id: str | None
-    asked: RequestBody | None = None
+    body: RequestBody | None = None
     prompts: Sequence[EncodedPrompt] = ()
     error: Exception | None = None
 
 
-def batch(
-    requests: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch file; - reads stdin.")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="File to write.")],
-    engine: EngineOptions,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=(
-                "Model that answers every line, whatever it names. Default: what the first line "
-                "names."
-            ),
-            autocompletion=complete_model,
-        ),
-    ] = None,
-) -> None:
+_Requests = Annotated[
+    Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch file; - reads stdin.")
+]
+_Out = Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="File to write.")]
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Model that answers every line, whatever it names. Default: what the first line "
+        "names.",
+        autocompletion=complete_model,
+    ),
+]
+
+
+def batch(requests: _Requests, out: _Out, engine: EngineOptions, model: _Model = None) -> None:
     """Answer an OpenAI batch file, as OpenAI and vLLM's run-batch do.
 
     A line is a JSON object, in the input and in the output, and the order is the same.
@@ -99,22 +97,14 @@ def batch(
     content = read_input("IN.jsonl", requests)
     created = int(time.time() if str(requests) == "-" else requests.stat().st_mtime)
     parsed = list(_parse_lines(content))
-    name = model or next(
-        (line.asked.model for line in parsed if line.asked and line.asked.model), None
-    )
-    if name is None and any(line.asked for line in parsed):
+    bodies = [line.body for line in parsed if line.body]
+    name = model or next((body.model for body in bodies if body.model), None)
+    if name is None and bodies:
         raise UsageError("no line names a model; give one with --model")
     if name is None:
         num_failed = _write_answers(out, parsed, map(_failure, parsed))
     else:
-        try:
-            arguments = model_arguments(name, engine)
-        except UnknownModelError as error:
-            if model is not None:
-                raise
-            raise UnknownModelError(
-                f"{error}; --model NAME answers all lines, whatever they name"
-            ) from error
+        arguments = _arguments(name, engine, is_of_line=model is None)
         service = Service(EngineLoader())
         # a second signal may end the first close
         atexit.register(process.close_at_exit, service.close)
@@ -133,6 +123,18 @@ def batch(
             "response"
         )
         raise typer.Exit(1)
+
+
+def _arguments(name: str, engine: EngineOptions, is_of_line: bool) -> ModelArguments:
+    """Return the model that answers; is_of_line: a line names it, and not --model."""
+    try:
+        return model_arguments(name, engine)
+    except UnknownModelError as error:
+        if not is_of_line:
+            raise
+        raise UnknownModelError(
+            f"{error}; --model NAME answers all lines, whatever they name"
+        ) from error
 
 
 # Reading
@@ -206,31 +208,31 @@ class _Answerer:
 
     def _encoded(self, line: _Line) -> _Line:
         """Return a line with its prompts encoded, or with why they cannot be."""
-        asked, required = line.asked, self.required_model
-        if asked is None:
+        body, required = line.body, self.required_model
+        if body is None:
             return line
         try:
-            if required is not None and asked.model != required:
+            if required is not None and body.model != required:
                 raise ApiError(
-                    f"the model is {asked.model!a}, and this file's first line names {required!a}; "
+                    f"the model is {body.model!a}, and this file's first line names {required!a}; "
                     "a file asks one model, or --model answers all lines",
                     "model", "model_not_found", 404
                 )  # fmt: skip
-            prompts = to_requests(asked, self.reader, self.model, line.custom_id or "")
+            prompts = to_requests(body, self.reader, self.model, line.custom_id or "")
         except FlexgenError as error:
             return _Line(line.identity, line.custom_id, error=error)
         return replace(line, prompts=prompts)
 
     def _response(self, service: Service, line: _Line) -> tuple[int, Json]:
         """Wait for the answers to a line."""
-        if line.asked is None:
+        if line.body is None:
             return _failure(line)
         results = [service.respond(self.model, prompt.request).result for prompt in line.prompts]
         if failed := next((result.error for result in results if result.error is not None), None):
             return error_status(failed), error_body(failed)
         head = {"id": line.identity, "created": self.created, "model": self.name}
         tokenizer = self.reader.encoder(self.model).tokenizer
-        return 200, to_body(line.asked, line.prompts, results, tokenizer, head)
+        return 200, to_body(line.body, line.prompts, results, tokenizer, head)
 
 
 def _failure(line: _Line) -> tuple[int, Json]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexgen_helm.checkpoint.names import PREFIX, resolve
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, ModelName, OutputPath
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, read_input, say
@@ -20,7 +21,7 @@ from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 
 if TYPE_CHECKING:
@@ -61,13 +62,13 @@ _Window = Annotated[
 _Suite = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help=("Compare on the prompts and answers of this suite's runs instead.")
+        metavar="NAME", help="Compare on the prompts and answers of this suite's runs instead."
     ),
 ]
 _Baseline = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help=("The first model's precision. Default: its name's, else fp16.")
+        metavar="NAME", help="The first model's precision. Default: its name's, else fp16."
     ),
 ]
 _MaxWindows = Annotated[
@@ -111,10 +112,9 @@ def divergence(
             "two models are compared in one process; start divergence without torchrun"
         )
     models = _compared(model, second, baseline, engine)
-    text_flags = {"--text": text, "--window": window, "--max-windows": max_windows}
     if suite is not None:
         _check_suite_flags(
-            [flag for flag, value in text_flags.items() if value is not None], models
+            {"--text": text, "--window": window, "--max-windows": max_windows}, models
         )
         by_entry = _prompts_of_suite(model, models[0].precision, output_path / "runs" / suite)
     elif text is None or window is None:
@@ -140,21 +140,28 @@ def divergence(
             return say_perplexity(score(loaded, by_entry[""]), as_json)
     divergences = _divergences(models, by_entry, files[0][0], by_layer, prints=not as_json)
     if as_json:
-        entries = [
-            {"entry": entry, "precisions": [asdict(divergence) for divergence in of_entry]}
-            for entry, of_entry in divergences.items()
-        ]
-        if suite is not None:
-            _print_json({"model": model, "suite": suite, "entries": entries})
-        else:
-            asked = {"model": model, "text": str(text), "window": window}
-            _print_json({**asked, "precisions": entries[0]["precisions"]})
+        subject: dict[str, Any] = {"model": model}
+        subject |= {"text": str(text), "window": window} if suite is None else {"suite": suite}
+        _print_divergences(subject, divergences)
 
 
-def _check_suite_flags(text_flags: Sequence[str], models: Sequence[ComparedModel]) -> None:
+def _print_divergences(
+    subject: Mapping[str, Any], divergences: Mapping[str, Sequence[Divergence]]
+) -> None:
+    """Print divergences as JSON; subject: of what they are. Those of a text have the entry ""."""
+    precisions = {entry: [*map(asdict, of_entry)] for entry, of_entry in divergences.items()}
+    if "" in precisions:
+        _print_json({**subject, "precisions": precisions[""]})
+    else:
+        entries = [{"entry": entry, "precisions": rows} for entry, rows in precisions.items()]
+        _print_json({**subject, "entries": entries})
+
+
+def _check_suite_flags(text_flags: Mapping[str, object], models: Sequence[ComparedModel]) -> None:
     """Raise `UsageError` for flags of a text beside a suite, and where nothing is compared."""
-    if text_flags:
-        raise UsageError(f"--suite and {text_flags[0]} exclude each other; leave one of them out")
+    for flag, value in text_flags.items():
+        if value is not None:
+            raise UsageError(f"--suite and {flag} exclude each other; leave one of them out")
     if len(models) < 2:
         raise UsageError(
             f"--precision names only the baseline {models[0].precision}; add one, such as "

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
-from flexgen_helm.checkpoint.paths import data_dir, explain, state_dir
+from flexgen_helm.checkpoint.paths import data_dir, state_dir
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, print_rows
@@ -89,17 +90,17 @@ def run_checks(model: str | None = None) -> dict[str, Finding]:
     if model is not None:
         checks[f"weights of {model}"] = partial(_verified, model)
         checks[f"prompts of {model}"] = partial(_prompts, model)
-    found = {}
+    findings = {}
     for name, check in checks.items():
         try:
-            found[name] = check()
+            findings[name] = check()
         except Exception as error:  # a check that breaks is a finding, and the others still matter
             is_known = isinstance(error, (FlexgenError, OSError))
             remedy = (
                 None if is_known else "Report this with FLEXGEN_HELM_DEBUG=1 and your platform."
             )
-            found[name] = Finding("failed", explain(error), remedy)
-    return found
+            findings[name] = Finding("failed", explain(error), remedy)
+    return findings
 
 
 def _python() -> Finding:
@@ -108,7 +109,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     """Some bounds exclude versions with published holes (SECURITY.md)."""
-    from flexgen_helm.report.throughput import versions
+    from flexgen_helm.report.versions import versions
 
     wrong = {name: needed for name, needed in _requirements().items() if not _is_met(needed)}
     if wrong:

@@ -25,8 +25,8 @@ from flexgen_helm.config import (
 )
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable, size, size_argument
+from flexgen_helm.hardware.cuda_presence import require_cuda, why_no_cuda
 from flexgen_helm.hardware.host_memory import host_memory, lacking_address_space
-from flexgen_helm.hardware.process_state import require_cuda, why_no_cuda
 from flexgen_helm.request import MemoryLimits
 
 if TYPE_CHECKING:

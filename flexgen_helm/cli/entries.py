@@ -33,7 +33,7 @@ def entries(
         bool,
         typer.Option(
             "--all",
-            help=("Also HELM's leaderboards, and scenarios of which only the name is known here."),
+            help="Also HELM's leaderboards, and scenarios of which only the name is known here.",
         ),
     ] = False,
     output_path: OutputPath = DEFAULT_OUTPUT,
@@ -106,7 +106,7 @@ def all_rows(
     from flexgen_helm.runs.data import DATA, HELM_ENTRIES
 
     sources: dict[str, str] = {}
-    for name in FILES + LEADERBOARDS * leaderboards:
+    for name in FILES + LEADERBOARDS if leaderboards else FILES:
         for entry in read_conf(Path(str(files("flexgen_helm.runs") / name))):
             sources.setdefault(without_model(entry), name)
     sources |= {entry: "HELM" for entry in HELM_ENTRIES if entry not in sources}
@@ -130,8 +130,8 @@ def all_rows(
         if scenario not in known:
             row |= {"needs": "its own data", "is_here": False}
         elif (data := DATA[scenario]) is not None:
-            found = data.find(arguments, output_path)
+            folder = data.find(arguments, output_path)
             row |= {"needs": data.title.format_map(arguments), "place": data.place(output_path)}
-            row |= {"is_here": found is not None, "folder": found and str(found)}
+            row |= {"is_here": folder is not None, "folder": folder and str(folder)}
         rows.append(row)
     return rows

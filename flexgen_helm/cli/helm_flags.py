@@ -152,12 +152,12 @@ def parse_helm_flags(args: Sequence[str]) -> Namespace:
             parser.add_argument(*flag.names, action="store_true")
         else:
             parser.add_argument(*flag.names, action=_Once, nargs=flag.nargs, type=flag.type)
-    given, unknown = parser.parse_known_args(args)
+    flags, unknown = parser.parse_known_args(args)
     known = [*(name for flag in HELM_FLAGS for name in flag.names), *ENGINE_FLAGS, *RAY_FLAGS]
     for word in unknown:  # a flag that only a newer HELM knows is left to HELM
         if word.startswith("--") and (close := closest(word.partition("=")[0], known)):
             raise UsageError(f"run has no flag {word}; did you mean {listed(close)}?")
-    return given
+    return flags
 
 
 def check_helm_flags(context: typer.Context, args: Sequence[str], is_sample: bool = False) -> None:
@@ -166,33 +166,33 @@ def check_helm_flags(context: typer.Context, args: Sequence[str], is_sample: boo
 
     is_sample: instances are computed in blocks until a time.
     """
-    given = parse_helm_flags(args)
-    if given.h:
+    flags = parse_helm_flags(args)
+    if flags.h:
         typer.echo(context.get_help())
         raise typer.Exit
-    if not (given.run_entries or given.conf_paths or given.run_specs):
+    if not (flags.run_entries or flags.conf_paths or flags.run_specs):
         raise UsageError(
             "run needs -r, one or more run entries, or -c, a file with them, for example "
             "-r simple_mcqa:model=flexgen/opt-125m"
         )
-    if is_sample and (given.disable_cache or given.server_url):
-        flag = "--disable-cache" if given.disable_cache else "--server-url"
+    if is_sample and (flags.disable_cache or flags.server_url):
+        flag = "--disable-cache" if flags.disable_cache else "--server-url"
         raise UsageError(
             f"--until and --hours need answers that are computed and stored here; leave {flag} out"
         )
-    if given.max_eval_instances is None:
+    if flags.max_eval_instances is None:
         raise UsageError(
             "run needs -m, the largest number of instances per scenario, for example -m 100"
         )
-    if given.max_eval_instances < 1:
-        raise UsageError(f"-m {given.max_eval_instances}: it must be 1 or more")
-    if given.suite is not None and (not given.suite.strip() or ".." in Path(given.suite).parts):
+    if flags.max_eval_instances < 1:
+        raise UsageError(f"-m {flags.max_eval_instances}: it must be 1 or more")
+    if flags.suite is not None and (not flags.suite.strip() or ".." in Path(flags.suite).parts):
         raise UsageError(
-            f"--suite {given.suite!r} names no folder below the output's; write for example "
+            f"--suite {flags.suite!r} names no folder below the output's; write for example "
             "--suite first"
         )
-    if given.output_path is not None and Path(given.output_path).is_file():
-        raise UsageError(f"-o {given.output_path} is a file; name a folder")
+    if flags.output_path is not None and Path(flags.output_path).is_file():
+        raise UsageError(f"-o {flags.output_path} is a file; name a folder")
 
 
 def _parameter(name: str, flag: HelmFlag) -> inspect.Parameter:

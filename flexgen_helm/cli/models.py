@@ -18,7 +18,7 @@ from flexgen_helm.errors import FlexgenError, UnknownModelError
 from flexgen_helm.files import size
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.weight_placement import Fit
+    from flexgen_helm.planner.fit import Fit
     from flexgen_helm.tiers import Tier
 
 _PRECISIONS = ("fp16", "4bit")
@@ -65,7 +65,7 @@ def models(
     pattern: Annotated[
         str | None,
         typer.Argument(
-            help=("Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'.")
+            help="Part of a name, architecture or hub repository, or a pattern: 'qwen3-*b'."
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -81,7 +81,7 @@ def models(
     machine = this_machine()
     rows = list_models(machine, pattern or "")
     if pattern and not rows:
-        from flexgen_helm.checkpoint.names import close_names
+        from flexgen_helm.checkpoint.known_names import close_names
         from flexgen_helm.files import listed
 
         close = close_names(pattern)
@@ -144,7 +144,7 @@ def list_models(machine: MachineLimits, pattern: str = "") -> list[Row]:
         `[]`.
     """
     from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
-    from flexgen_helm.checkpoint.names import user_names
+    from flexgen_helm.checkpoint.known_names import user_names
 
     rows = (
         _row(name, machine, pattern.lower())
@@ -155,9 +155,10 @@ def list_models(machine: MachineLimits, pattern: str = "") -> list[Row]:
 
 def _row(name: str, machine: MachineLimits, pattern: str) -> Row | None:
     """Return the facts of a model, None if the pattern does not match."""
-    from flexgen_helm.checkpoint.fetch import GGUF_SIZE, local_weights
+    from flexgen_helm.checkpoint.fetch import GGUF_SIZE
+    from flexgen_helm.checkpoint.local_files import local_weights
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config, resolve
-    from flexgen_helm.planner.weight_placement import fit, weight_bytes
+    from flexgen_helm.planner.fit import fit, weight_bytes
 
     model, config, is_here = None, None, None
     with suppress(FlexgenError):  # the user's file names what is gone
@@ -212,7 +213,7 @@ def _parameters(count: int | None) -> str:
 
 def say_example(model: str) -> None:
     """Print a command that runs a scenario without data with this model."""
-    from flexgen_helm.checkpoint.names import PREFIX
+    from flexgen_helm.checkpoint.suffixes import PREFIX
 
     command = f"flexgen-helm run -r simple_mcqa_scored:model={PREFIX}{model} -m 10 --suite try"
     output().print(f"Example:\n{command}", soft_wrap=True)
@@ -224,7 +225,7 @@ def fetch(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help=("Read all weights again, and compare them with the known hashes.")
+            "--verify", help="Read all weights again, and compare them with the known hashes."
         ),
     ] = False,
     as_json: JsonFlag = False,
@@ -259,10 +260,8 @@ def convert(
         str,
         typer.Argument(
             metavar="MODEL",
-            help=(
-                "Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin "
-                "weights."
-            ),
+            help="Name of the catalog, org--repo of the Hugging Face hub, or folder with .bin "
+            "weights.",
             autocompletion=complete_model,
         ),
     ],
@@ -270,7 +269,7 @@ def convert(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=("Folder to write. Default: one where the model's name then finds it."),
+            help="Folder to write. Default: one where the model's name then finds it.",
         ),
     ] = None,
     revision: Revision = None,

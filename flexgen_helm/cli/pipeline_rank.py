@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from flexgen_helm.errors import Interrupted, PipelineError
-from flexgen_helm.hardware.process_state import Rank
+from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.service import process
 
 # Seconds to wait after SIGTERM: a broken connection tells which rank was lost, and torchrun, which
@@ -27,12 +27,13 @@ def as_rank(rank: Rank) -> Iterator[None]:
     """
     from flexgen_helm.engine.pipeline import leave_pipeline
 
-    @process.ours
+    @process.dropped_in_forks
     def end(number: int, frame: FrameType | None) -> None:
         raise Interrupted("ended by a signal; what is finished is kept")
 
     signal.signal(
-        signal.SIGTERM, process.ours(lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S))
+        signal.SIGTERM,
+        process.dropped_in_forks(lambda *_: signal.setitimer(signal.ITIMER_REAL, _GRACE_S)),
     )
     signal.signal(signal.SIGALRM, end)
     end_with_parent()

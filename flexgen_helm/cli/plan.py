@@ -65,10 +65,8 @@ _Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help=(
-            "Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes are "
-            "needed."
-        ),
+        help="Name of the catalog, org--repo of the Hugging Face hub, or folder. Only its sizes "
+        "are needed.",
         autocompletion=complete_model,
     ),
 ]
@@ -81,15 +79,15 @@ _Hardware = Annotated[
         autocompletion=complete_hardware,
     ),
 ]
+_PromptLen = Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")]
+_GenLen = Annotated[int | None, typer.Option(metavar="TOKENS", help="Tokens to generate for each.")]
 _NumSeqs = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help=("Number of prompts. Default: so many that every block is full.")
-    ),
+    typer.Option(metavar="N", help="Number of prompts. Default: so many that every block is full."),
 ]
 _Stages = Annotated[
     int,
-    typer.Option(min=1, metavar="N", help=("Equal machines that share the layers as a pipeline.")),
+    typer.Option(min=1, metavar="N", help="Equal machines that share the layers as a pipeline."),
 ]
 _ConfPaths = Annotated[
     list[Path] | None,
@@ -97,7 +95,7 @@ _ConfPaths = Annotated[
         "--conf-paths",
         "-c",
         metavar="FILE",
-        help=("Instead of lengths: a file of run entries, as of run."),
+        help="Instead of lengths: a file of run entries, as of run.",
     ),
 ]
 _RunEntries = Annotated[
@@ -116,7 +114,7 @@ _Instances = Annotated[
 ]
 _Suite = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help=("With -c: the suite whose prompts run --dry-run has made.")),
+    typer.Option(metavar="NAME", help="With -c: the suite whose prompts run --dry-run has made."),
 ]
 
 
@@ -124,12 +122,8 @@ def plan(
     engine: EngineOptions,
     named: ModelName = "",
     model: _Model = None,
-    prompt_len: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Tokens of each prompt.")
-    ] = None,
-    gen_len: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Tokens to generate for each.")
-    ] = None,
+    prompt_len: _PromptLen = None,
+    gen_len: _GenLen = None,
     num_seqs: _NumSeqs = None,
     hardware: _Hardware = "measured",
     stages: _Stages = 1,
@@ -157,27 +151,15 @@ def plan(
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
     model = model or named or None
-    lengths, suite_options = (
-        (prompt_len, gen_len, num_seqs),
-        (max_eval_instances, suite, until, hours),
+    has_lengths = any(value is not None for value in (prompt_len, gen_len, num_seqs))
+    has_suite_options = any(
+        value is not None for value in (max_eval_instances, suite, until, hours)
     )
-    has_lengths = any(value is not None for value in lengths)
-    has_suite_options = any(value is not None for value in suite_options)
     options = PlanOptions(engine, model or "", hardware, stages, as_json)
     if conf_paths or run_entries:
         from flexgen_helm.cli.plan_suite import SuiteOptions, print_suite
 
-        if has_lengths:
-            raise UsageError("run entries have their own lengths; leave out what is about lengths")
-        if model is None:
-            raise UsageError(
-                "plan needs --model; the models that the run entries name are not read"
-            )
-        for flag in ("policy", "schedule", "max_latency"):
-            if flag in engine:
-                raise UsageError(
-                    f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out"
-                )
+        _check_suite_flags(has_lengths, model is not None, engine)
         run_suite = SuiteOptions(
             conf_paths or (), run_entries or (), max_eval_instances, output_path, suite
         )
@@ -189,6 +171,19 @@ def plan(
     if model is None or prompt_len is None or gen_len is None:
         raise UsageError("plan needs --model with --prompt-len and --gen-len or with -c FILE")
     _plan_lengths(options, prompt_len, gen_len, num_seqs)
+
+
+def _check_suite_flags(has_lengths: bool, has_model: bool, engine: EngineOptions) -> None:
+    """Raise `UsageError` for flags that do not go with run entries."""
+    if has_lengths:
+        raise UsageError("run entries have their own lengths; leave out what is about lengths")
+    if not has_model:
+        raise UsageError("plan needs --model; the models that the run entries name are not read")
+    for flag in ("policy", "schedule", "max_latency"):
+        if flag in engine:
+            raise UsageError(
+                f"a plan of run entries is searched; leave --{flag.replace('_', '-')} out"
+            )
 
 
 def _plan_lengths(
@@ -269,8 +264,8 @@ def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | No
     else:
         print_time(planned.expected, number, precision, by_precision)
     console.print(
-        f"{model} on {problem.hardware.name}: {number} of {workload.prompt:,.0f} tokens, "
-        f"{count(round(workload.output), 'generated token')} each"
+        f"{model} on {problem.hardware.name}: {number} of {workload.mean_prompt:,.0f} tokens, "
+        f"{count(round(workload.mean_output), 'generated token')} each"
     )
     print_stored_type(model, problem)
     if prediction.feasible:
@@ -290,8 +285,8 @@ def _block_text(planned: Plan) -> str:
 
 def _print_remarks(planned: Plan) -> None:
     """Print the batches, what bounds the speed, and what a stop costs."""
+    from flexgen_helm.planner.affine import fraction_vector
     from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import fraction_vector
 
     problem, solution, console = planned.problem, planned.solution, output()
     policy, prediction = solution.policy, solution.prediction
@@ -347,8 +342,8 @@ def _precision_row(name: str, planned: Plan | None) -> dict[str, str]:
 
 def _print_placement(planned: Plan) -> None:
     """Print shares and bytes by tier."""
+    from flexgen_helm.planner.affine import fractions_by_kind
     from flexgen_helm.planner.predict import placed_fractions
-    from flexgen_helm.planner.problem import fractions_by_kind
 
     problem, memory = planned.problem, planned.solution.prediction.memory
     placement = fractions_by_kind(placed_fractions(problem, planned.solution.policy))
@@ -373,7 +368,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=("Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME."),
+            help="Measure the disk of this folder. Default: offload in FLEXGEN_HELM_HOME.",
         ),
     ] = None,
 ) -> None:

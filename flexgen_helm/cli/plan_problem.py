@@ -17,8 +17,10 @@ from flexgen_helm.files import existing_folder, require_writable, rough_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.hardware.profile import HardwareProfile
-    from flexgen_helm.planner.plan import Expectation, Plan, SuitePlan
+    from flexgen_helm.planner.measured_range import Expectation
+    from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
+    from flexgen_helm.planner.suite_plan import SuitePlan
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class PlanOptions:
         """The model's name in run entries, to which --precision adds its own; None for a path: HELM
         knows names.
         """
-        from flexgen_helm.checkpoint.names import PREFIX, split_precision
+        from flexgen_helm.checkpoint.suffixes import PREFIX, split_precision
 
         if Path(self.model).expanduser().exists():
             return None
@@ -77,7 +79,7 @@ def problem_for(
 ) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
-    from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+    from flexgen_helm.planner.plan import planning_problem, profile_for_device
     from flexgen_helm.planner.problem import MEASURED
     from flexgen_helm.planner.workload import Workload
 
@@ -97,15 +99,9 @@ def problem_for(
         )
     profile = profile_for(config, asked.hardware)
     machine = "this machine" if profile.name == MEASURED else profile.name
-    if config.device == "sim":
-        profile = simulated_gpu(profile, config.link_gb_s, config.disk_gb_s)
-    elif config.device.startswith("cpu"):
-        profile = replace(profile, gpu=None, link=None)
-    elif config.device.startswith("cuda") and profile.gpu is None:
-        raise UsageError(
-            f"device {config.device!r} was asked for and {machine} has no usable GPU; take "
-            "--device cpu"
-        )
+    profile = profile_for_device(
+        profile, config.device, config.link_gb_s, config.disk_gb_s, "take --device cpu"
+    )
     gpu_bytes = 0.0 if profile.gpu is None else profile.gpu.memory_bytes
     warn_of_limits_beyond(config.limits, gpu_bytes, profile.cpu.memory_bytes, machine)
     allowed = config.limits if gpu_bytes else replace(config.limits, gpu=None)
@@ -142,14 +138,8 @@ def _beside_weights(problem: PlanningProblem, asked: PlanOptions) -> PlanningPro
     from flexgen_helm.offload.matrices import bytes_at_rest
 
     config = asked.config
-    at_rest = bytes_at_rest(
-        resolve(asked.model),
-        problem.precision,
-        _offload_folder(config),
-        config.limits.disk is None,
-        config.weights,
-        config.seed,
-    )
+    model, folder = resolve(asked.model), _offload_folder(config)
+    at_rest = bytes_at_rest(model, problem.precision, folder, config)
     if not at_rest:
         return problem
     say(f"the disk has {size(at_rest)} of these weights already, which need no more room")
@@ -219,7 +209,7 @@ def print_time(
         for name, found in plans.items()
         if found and name != precision
     ]
-    output().print(f"{about}{'; ' * bool(more)}{', '.join(more)}.", style="bold")
+    output().print("; ".join(filter(None, (about, ", ".join(more)))) + ".", style="bold")
 
 
 def range_text(expected: Expectation) -> str:

@@ -22,12 +22,12 @@ from flexgen_helm.cli.plan_problem import (
 )
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
-from flexgen_helm.planner.plan import ANSWER_FACTOR
+from flexgen_helm.planner.suite_plan import ANSWER_FACTOR
 from flexgen_helm.report.paired import margin_shown
 from flexgen_helm.tiers import TIER_PLACES
 
 if TYPE_CHECKING:
-    from flexgen_helm.planner.plan import ScenarioPlan, SuitePlan
+    from flexgen_helm.planner.suite_plan import ScenarioPlan, SuitePlan
 
 # As HELM's leaderboards take.
 _MOST_INSTANCES = 1000
@@ -62,16 +62,16 @@ class SuiteOptions:
         """
         from flexgen_helm.run_entries import check_entries, conf_file, read_conf, without_model
 
-        given = list(self.run_entries)
+        run_entries = list(self.run_entries)
         for path in self.conf_paths:
             try:
-                found = read_conf(conf_file(path))
+                entries_of_file = read_conf(conf_file(path))
             except (OSError, ValueError) as error:
                 raise UsageError(f"-c {path} cannot be read: {error}") from error
-            if not found:
+            if not entries_of_file:
                 raise UsageError(f"-c {path} has no run entries; `flexgen-helm entries` lists some")
-            given += found
-        entries = list(dict.fromkeys(map(without_model, given)))
+            run_entries += entries_of_file
+        entries = list(dict.fromkeys(map(without_model, run_entries)))
         check_entries(entries, ["planned"], needs_weights=False)
         return entries
 
@@ -84,9 +84,9 @@ class SuiteOptions:
         if self.suite is None:
             raise UsageError(f"a suite's plan counts the requests that HELM has made; {remedy}")
         folder, files = self.output_path / "runs" / self.suite, {}
-        made = made_prompts(folder, remedy)
+        known_files = made_prompts(folder, remedy)
         for entry in entries:
-            if (file := prompts_of(entry, made)) is None:
+            if (file := prompts_of(entry, known_files)) is None:
                 raise UsageError(f"the suite in {folder} has no prompts of {entry!r}; {remedy}")
             files[entry] = file
         return files
@@ -118,7 +118,7 @@ def print_suite(
     Raises `UsageError` where HELM has made no prompts of an entry.
     """
     from flexgen_helm.cli.suite_lengths import PromptReader
-    from flexgen_helm.planner.plan import plan_suite
+    from flexgen_helm.planner.suite_plan import plan_suite
     from flexgen_helm.report.answers import asked_instances
 
     entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)
@@ -205,7 +205,7 @@ def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
             / 1000
         )
 
-    expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.made.spread.high)
+    expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.plan.spread.high)
     entries = [
         {
             "entry": entry.entry,
@@ -220,13 +220,13 @@ def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
 
 
 def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) -> None:
-    made, total, console = planned.made, planned.expected, output()
+    plan, total, console = planned.plan, planned.expected, output()
     entries = planned.entries
     number = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"
-    print_time(total, number, made.problem.precision.name, planned.by_precision)
-    sequences = count(made.problem.workload.num_sequences, "sequence")
-    console.print(f"{model} on {made.problem.hardware.name}: {sequences}")
-    print_stored_type(model, made.problem)
+    print_time(total, number, plan.problem.precision.name, planned.by_precision)
+    sequences = count(plan.problem.workload.num_sequences, "sequence")
+    console.print(f"{model} on {plan.problem.hardware.name}: {sequences}")
+    print_stored_type(model, plan.problem)
     way, slower = "As one run", ""
     if not planned.is_one_run:
         way = "A run for each scenario, one after another"
@@ -236,25 +236,25 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) ->
             "once."
         )
     console.print(
-        f"{way}: {spelled_duration(total.seconds)}. The range: {made.spread.source}.{slower}"
+        f"{way}: {spelled_duration(total.seconds)}. The range: {plan.spread.source}.{slower}"
     )
     if planned.by_precision:
         print_table([_precision_row(*item) for item in planned.by_precision.items()])
     rows = [_scenario_row(scenario, planned) for scenario in planned.scenarios]
     print_table(rows, optional=("policy", "shared", "prompt", "sequences", "entries"))
-    limits = [f"{size(made.problem.limits[tier])} {where}" for tier, where in TIER_PLACES.items()]
+    limits = [f"{size(plan.problem.limits[tier])} {where}" for tier, where in TIER_PLACES.items()]
     console.print(
-        f"Allowed: {', '.join(limits if made.problem.compute_tier == 'gpu' else limits[1:])}."
+        f"Allowed: {', '.join(limits if plan.problem.compute_tier == 'gpu' else limits[1:])}."
     )
     console.print(
         f"Answers are assumed as long as the references (range: {1 / ANSWER_FACTOR:g} to "
         f"{ANSWER_FACTOR:g} times). If all run to their limit: {spelled_duration(planned.limit_s)}."
     )
     if planned.is_one_run:
-        console.print(made.why)
+        console.print(plan.why)
     else:
         longest = max(planned.scenarios, key=lambda scenario: scenario.alone.seconds)
-        console.print(f"{longest.entries[0].scenario}, which takes longest: {longest.made.why}")
+        console.print(f"{longest.entries[0].scenario}, which takes longest: {longest.plan.why}")
     if commands:
         console.print(f"To run it{', the longest first' * (len(commands) > 1)}:")
     for command in commands:
@@ -267,7 +267,7 @@ def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
         return {"precision": name, "takes": "no plan"}
     return {
         "precision": name,
-        "weights": size(found.made.problem.stored_bytes),
+        "weights": size(found.plan.problem.stored_bytes),
         "runs": "1" if found.is_one_run else str(len(found.scenarios)),
         "takes": spelled_duration(found.expected.seconds),
         "expect": range_text(found.expected),
@@ -275,17 +275,18 @@ def _precision_row(name: str, found: SuitePlan | None) -> dict[str, str]:
 
 
 def _scenario_row(scenario: ScenarioPlan, planned: SuitePlan) -> dict[str, str]:
-    expected, answer, most = scenario.expected, scenario.expected.output, scenario.limit.output
+    expected = scenario.expected
+    answer, limit = expected.mean_output, scenario.limit.mean_output
     return {
         "scenario": scenario.entries[0].scenario,
         "entries": str(len(scenario.entries)),
         "sequences": f"{expected.num_sequences:,}",
-        "prompt": f"{expected.prompt:,.0f}",
-        "shared": f"{expected.prompt - expected.computed:,.0f}",
+        "prompt": f"{expected.mean_prompt:,.0f}",
+        "shared": f"{expected.mean_prompt - expected.mean_computed:,.0f}",
         "answer": f"{answer:,.0f}"
-        if round(answer) == round(most)
-        else f"{answer:,.0f} of {most:,.0f}",
+        if round(answer) == round(limit)
+        else f"{answer:,.0f} of {limit:,.0f}",
         "alone": spelled_duration(scenario.alone.seconds),
         "expect": range_text(scenario.alone),
-        "policy": str((planned if planned.is_one_run else scenario).made.solution.policy),
+        "policy": str((planned if planned.is_one_run else scenario).plan.solution.policy),
     }

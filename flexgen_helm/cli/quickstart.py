@@ -14,14 +14,15 @@ from flexgen_helm.cli.run import run_and_show
 from flexgen_helm.cli.screen import Screen
 
 SUITE = "quickstart"
-# All questions that it has, which show a difference of 10 points or none unless many flip.
 _ENTRY = f"simple_mcqa_scored:model=flexgen/{WHEEL_MODEL}"
+# All that it has. So few show a difference of 10 points only if many answers change.
 QUESTIONS, MARGIN = 79, 10.0
 
 
 def quickstart(
     instances: Annotated[
-        int, typer.Option("--instances", "-m", min=1, help="Questions; the scenario has 79.")
+        int,
+        typer.Option("--instances", "-m", min=1, help=f"Questions; the scenario has {QUESTIONS}."),
     ] = QUESTIONS,
     precisions: Annotated[
         str, typer.Option("--precision", help="Precisions, with commas between.")
@@ -48,7 +49,7 @@ def quickstart(
     folder, is_compared = output_path / "runs" / SUITE, "," in precisions
     with Screen():
         report = read_suite(folder)
-        write_report(report, suite_page(report), folder, [COMPARE_FILE] * is_compared)
+        write_report(report, suite_page(report), folder, [COMPARE_FILE] if is_compared else [])
     if is_compared:
         with Screen():
             compare(SUITE, output_path, margin=MARGIN)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, OutputPath, SuiteName
 from flexgen_helm.cli.console import output, print_json, say, write_file, write_json
 from flexgen_helm.errors import UsageError
@@ -48,21 +48,19 @@ def compare(
     suite: SuiteName,
     output_path: OutputPath = DEFAULT_OUTPUT,
     baseline: Annotated[
-        str, typer.Option(help=("The precision, or model, that the others are compared with."))
+        str, typer.Option(help="The precision, or model, that the others are compared with.")
     ] = "fp16",
     margin: Annotated[
         float,
         typer.Option(
-            help=(
-                "Differences within it count as equal: percentage points of shares, percent of "
-                "perplexities."
-            )
+            help="Differences within it count as equal: percentage points of shares, percent of "
+            "perplexities."
         ),
     ] = 1.0,
     flips: Annotated[
         Path | None,
         typer.Option(
-            help=("Write every instance whose answer changed into this file, as JSON lines."),
+            help="Write every instance whose answer changed into this file, as JSON lines.",
             metavar="FILE",
         ),
     ] = None,

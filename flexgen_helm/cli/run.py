@@ -14,11 +14,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
@@ -37,7 +38,7 @@ from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count, duration, read_object, require_writable
-from flexgen_helm.hardware.process_state import why_no_cuda
+from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions
@@ -46,6 +47,14 @@ from flexgen_helm.run_entries import check_arguments, given_models
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
     from flexgen_helm.plugin.suite import SuiteOutcome
+
+
+class SuiteEnd(NamedTuple):
+    """When a suite ends, as of `run_suite`."""
+
+    until: float
+    margin: float | None
+
 
 # Logs that are kept; older ones are deleted.
 _MAX_LOGS = 20
@@ -57,7 +66,7 @@ def run(
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", help=("Print HELM's own output instead of writing it to a log file.")
+            "--verbose", help="Print HELM's own output instead of writing it to a log file."
         ),
     ] = False,
     ray: RayAddress = None,
@@ -68,7 +77,7 @@ def run(
     until_decided: Annotated[
         bool,
         typer.Option(
-            "--until-decided", help=("End when every pair of precisions or models is decided.")
+            "--until-decided", help="End when every pair of precisions or models is decided."
         ),
     ] = False,
     margin: Annotated[float, typer.Option(help="With --until-decided: as of compare.")] = 1.0,
@@ -84,16 +93,15 @@ def run(
       flexgen-helm run -r simple_mcqa:model=flexgen/smollm2-135m-instruct-q4_1 \\
         -m 10 --suite first
     """
-    left_s = math.inf if (left := seconds_left(until, hours)) is None and until_decided else left
-    ends = (
-        None
-        if left_s is None
-        else (time.time() + left_s, check_margin(margin) if until_decided else None)
-    )
-    check_helm_flags(context, context.args, is_sample=ends is not None)
+    left_s, end = seconds_left(until, hours), None
+    if until_decided:
+        end = SuiteEnd(time.time() + (math.inf if left_s is None else left_s), check_margin(margin))
+    elif left_s is not None:
+        end = SuiteEnd(time.time() + left_s, None)
+    check_helm_flags(context, context.args, is_sample=end is not None)
     cluster = ray_session(ray, ray_workers, ray_cores)
     check_engine_flags(engine, is_local=cluster is None)
-    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, ends))
+    raise typer.Exit(run_and_show(context.args, engine, verbose, cluster, end))
 
 
 def run_and_show(
@@ -101,22 +109,19 @@ def run_and_show(
     engine: EngineOptions,
     verbose: bool = False,
     cluster: RaySession | None = None,
-    ends: tuple[float, float | None] | None = None,
+    end: SuiteEnd | None = None,
 ) -> int:
-    """Run a suite with a panel, print its scores and what went wrong; return the exit code.
-
-    ends: `until` and `margin` of `run_suite`.
-    """
+    """Run a suite with a panel, print its scores and what went wrong; return the exit code."""
     began = time.monotonic()
     _require_utf8()
     precisions = split_precisions(engine.get("precision", ""))
-    given = parse_helm_flags(arguments)
-    for hint in check_arguments(given, needs_weights=engine.get("weights") != "dummy"):
+    flags = parse_helm_flags(arguments)
+    for hint in check_arguments(flags, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
-    _check_memory(given, engine)
-    output = Path(given.output_path or DEFAULT_OUTPUT)
-    suite = output / "runs" / (given.suite or "default")
-    entries = Path(given.local_path or "prod_env")
+    _check_memory(flags, engine)
+    output = Path(flags.output_path or DEFAULT_OUTPUT)
+    suite = output / "runs" / (flags.suite or "default")
+    entries = Path(flags.local_path or "prod_env")
     for folder, flag in ((output, "-o"), (suite, "--suite"), (entries, "--local-path")):
         GIVEN_FOLDERS[flag] = folder
         require_writable(folder, flag, "name another folder")
@@ -124,14 +129,14 @@ def run_and_show(
     # stdout is for the scores
     with redirect_stdout(sys.stderr) if log is None else Screen(log, precisions):
         # HELM takes the last of a list's flag: the one that has all.
-        joined = [word for flag, values in given.joined.items() for word in (flag, *values)]
+        joined = [word for flag, values in flags.joined.items() for word in (flag, *values)]
         with sole_writer(suite, "--suite"):
             report(ProgressPhase("start"))
             if cluster is not None:
                 cluster.connect_soon()  # while HELM is imported
             from flexgen_helm.plugin.suite import run_suite
 
-            outcome = run_suite([*arguments, *joined], engine, cluster, *(ends or ()))
+            outcome = run_suite([*arguments, *joined], engine, cluster, *(end or ()))
     with Screen():  # pandas takes a second to import
         _print_scores(outcome, output)
     if log is not None:
@@ -145,7 +150,7 @@ def run_and_show(
         # Without the cache only whole runs are kept.
         more = (
             ["--skip-completed-runs"]
-            if given.disable_cache and not given.skip_completed_runs
+            if flags.disable_cache and not flags.skip_completed_runs
             else []
         )
         say(f"Go on with:\n  {shlex.join(['flexgen-helm', *sys.argv[1:], *more])}")
@@ -161,7 +166,7 @@ def _require_utf8() -> None:
         )
 
 
-def _check_memory(given: Namespace, engine: EngineOptions) -> None:
+def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
     """Refuse a limit with which no request can run, before HELM reads data; only what is certain
     without torch.
     """
@@ -177,13 +182,11 @@ def _check_memory(given: Namespace, engine: EngineOptions) -> None:
 
     refused: dict[int, MemoryLimitError] = {}
     machine = Machine({"gpu": 0, "cpu": config.limits.cpu, "disk": 0}, "cpu")
-    for model in given_models(given):
+    for model in given_models(flags):
         with suppress(UsageError):  # is said where the model is looked up
             sizes = read_model_config(model)[0]
-            named = split_precisions(engine.get("precision", "")) or [
-                model.options.get("precision", "fp16")
-            ]
-            for precision in named:
+            precisions = split_precisions(engine.get("precision", ""))
+            for precision in precisions or [model.options.get("precision", "fp16")]:
                 storage = StorageSizes(sizes, planned_precision(model, precision))
                 try:
                     require_least_memory(storage, machine, model.name)
@@ -213,13 +216,13 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
     from flexgen_helm.report.scores import read_scores
 
     if outcome.is_dry and (outcome.finished or not outcome.sentences):
-        from flexgen_helm.plugin.helm_patches import DRY_RUN_FOLDER
+        from flexgen_helm.report.answers import DRY_RUN_FOLDER, STATE_FILE
 
-        files = [folder / DRY_RUN_FOLDER / "scenario_state.json" for folder in outcome.finished]
+        files = [folder / DRY_RUN_FOLDER / STATE_FILE for folder in outcome.finished]
         requests = sum(len(read_object(file).get("request_states", ())) for file in files)
         say(
             f"Dry run: {count(requests, 'request')} of {count(len(files), 'run')} were made, and "
-            f"nothing was computed. The prompts are in {DRY_RUN_FOLDER}/scenario_state.json of "
+            f"nothing was computed. The prompts are in {DRY_RUN_FOLDER}/{STATE_FILE} of "
             "each run."
         )
         for folder in outcome.finished[:1]:

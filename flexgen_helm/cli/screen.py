@@ -122,7 +122,7 @@ class Screen:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
         self._resources.close()
 
@@ -237,9 +237,9 @@ class Screen:
             parts.append(self._row(activity))
             if isinstance(activity, Progress):
                 done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
-                of = f"{self._model.precision}: " if self._model and self._number else ""
+                whose = f"{self._model.precision}: " if self._model and self._number else ""
                 notes += [
-                    f"{of}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}",
+                    f"{whose}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}",
                     self._plan,
                 ]
                 notes.append(reading(activity))

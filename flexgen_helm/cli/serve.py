@@ -139,9 +139,9 @@ def _tell(event: Event) -> None:
     if isinstance(event, Message):
         say(event.text)
     elif isinstance(event, Progress) and event.is_finished:
-        asked = f"{count(event.total_requests, 'sequence')} in {spelled_duration(event.elapsed_s)}"
+        work = f"{count(event.total_requests, 'sequence')} in {spelled_duration(event.elapsed_s)}"
         say(
-            f"{time.strftime('%H:%M:%S')}  {asked}, {event.done_tokens:,.0f} tokens, "
+            f"{time.strftime('%H:%M:%S')}  {work}, {event.done_tokens:,.0f} tokens, "
             f"{event.tokens_per_s:,.3g} tokens/s"
         )
 

@@ -7,19 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.console import say
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.plan import EntryWorkload
+from flexgen_helm.planner.suite_plan import EntryWorkload
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.report.answers import STATE_FILE, asked_instances
+from flexgen_helm.report.answers import DRY_RUN_FOLDER, STATE_FILE, asked_instances
 from flexgen_helm.report.scores import entry_of, require_suite
 from flexgen_helm.run_entries import parse
 
-# Folder of a dry run's files; a test compares it with the plugin's, which imports HELM.
-DRY_RUN_FOLDER = "dry_run"
 # Arguments that change no length, or little: who answers, and how a model is told the format.
 _NEUTRAL = ("model", "model_deployment", "follow_format_instructions", "output_format_instructions")
 
@@ -38,7 +36,7 @@ def made_prompts(suite: Path, remedy: str) -> dict[str, Path]:
     return files
 
 
-def prompts_of(entry: str, made: Mapping[str, Path]) -> Path | None:
+def prompts_of(entry: str, files: Mapping[str, Path]) -> Path | None:
     """Return the file with an entry's prompts: HELM's name of the run has its arguments and
     more.
     """
@@ -46,9 +44,9 @@ def prompts_of(entry: str, made: Mapping[str, Path]) -> Path | None:
     asked = {
         key: value.replace("/", "_") for key, value in arguments.items() if key not in _NEUTRAL
     }
-    for name, file in made.items():
-        found, theirs = parse(name)
-        if found == scenario and asked.items() <= theirs.items():
+    for run_name, file in files.items():
+        run_scenario, run_arguments = parse(run_name)
+        if run_scenario == scenario and asked.items() <= run_arguments.items():
             return file
     return None
 
@@ -75,7 +73,8 @@ class PromptReader:
 
         Raises `UsageError` for a file that cannot be used, or has fewer instances than the data.
         """
-        from flexgen_helm.scheduling.prepare import planned_workload, prepare
+        from flexgen_helm.scheduling.prepare import prepare
+        from flexgen_helm.scheduling.run_size import planned_workload
         from flexgen_helm.service.models import model_arguments
 
         states = read_object(file).get("request_states", ())
@@ -84,14 +83,14 @@ class PromptReader:
         ids = list(dict.fromkeys(state["instance"]["id"] for state in states))
         asked = asked_instances(file.parent)
         if "max_eval_instances" not in entry and 0 < asked < most_instances and len(ids) >= asked:
-            made = f"the prompts in {file} were made with -m {asked}"
-            raise UsageError(f"{made}; plan with -m {asked}, or {remedy}")
+            reason = f"the prompts in {file} were made with -m {asked}"
+            raise UsageError(f"{reason}; plan with -m {asked}, or {remedy}")
         kept = {*ids[:most_instances]}
         states = [state for state in states if state["instance"]["id"] in kept]
         name = str(states[0]["request"]["model"])
         if not name.startswith(PREFIX):
-            made = f"the prompts in {file} were made for {name}"
-            raise UsageError(f"{made}; plan reads those of models of {PREFIX}")
+            reason = f"the prompts in {file} were made for {name}"
+            raise UsageError(f"{reason}; plan reads those of models of {PREFIX}")
         encoder = self._models.encoder(model_arguments(name, {}))
         requests = [_request(state["request"]) for state in states]
         # The ids are those of that model's vocabulary.
@@ -109,26 +108,26 @@ class PromptReader:
         assert planned is not None
         lengths = []
         for request in encoded.distinct:
-            most = max(1, request.request.max_tokens)
-            right = _reference_tokens(states[request.indices[0]], encoder.encode) or most
-            tokens = max(1, len(request.tokens)), min(most, right), most
+            limit = max(1, request.request.max_tokens)
+            expected = _reference_tokens(states[request.indices[0]], encoder.encode) or limit
+            tokens = max(1, len(request.tokens)), min(limit, expected), limit
             lengths += [tokens] * request.num_completions
         saved, scored = planned.saved_tokens, planned.scored_tokens
         return EntryWorkload(entry, len(kept), lengths, saved, scored)
 
 
-def _request(asked: Mapping[str, Any]) -> Any:
+def _request(recorded: Mapping[str, Any]) -> Any:
     from flexgen_helm.request import GenerationRequest
 
-    ids = asked.get("prompt_token_ids")
+    ids = recorded.get("prompt_token_ids")
     return GenerationRequest(
-        prompt=asked["prompt"] if ids is None else None,
+        prompt=recorded["prompt"] if ids is None else None,
         prompt_token_ids=ids,
-        max_tokens=asked["max_tokens"],
-        temperature=asked["temperature"],
-        stop=asked["stop_sequences"],
-        n=asked["num_completions"],
-        echo_logprobs=asked["echo_prompt"],
+        max_tokens=recorded["max_tokens"],
+        temperature=recorded["temperature"],
+        stop=recorded["stop_sequences"],
+        n=recorded["num_completions"],
+        echo_logprobs=recorded["echo_prompt"],
     )
 
 

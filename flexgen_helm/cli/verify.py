@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from flexgen_helm.checkpoint import names
-from flexgen_helm.checkpoint.fetch import local_weights
+from flexgen_helm.checkpoint import known_names, names, suffixes
+from flexgen_helm.checkpoint.local_files import local_weights
 from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, JsonFlag, OutputPath, require_folder
 from flexgen_helm.cli.batch import recorded_lines
 from flexgen_helm.cli.completion import complete_model
@@ -74,7 +74,7 @@ _SHOWN = 5
 _Answers = Annotated[
     str,
     typer.Argument(
-        metavar="SUITE|FILE", help=("A suite's name, what batch or lm-eval wrote, or a bundle.")
+        metavar="SUITE|FILE", help="A suite's name, what batch or lm-eval wrote, or a bundle."
     ),
 ]
 _Requests = Annotated[
@@ -83,7 +83,7 @@ _Requests = Annotated[
 _Sample = Annotated[
     str | None,
     typer.Option(
-        metavar="SHARE%|N", help=("Answers to draw. Default: 1%, at least 20; of a bundle all.")
+        metavar="SHARE%|N", help="Answers to draw. Default: 1%, at least 20; of a bundle all."
     ),
 ]
 _Reference = Annotated[
@@ -136,7 +136,7 @@ def verify(
     """
     check_engine_flags(engine)
     path = Path(suite)
-    recorded, manifest, left = _read(path, output_path, requests)
+    recorded, manifest, skipped = _read(path, output_path, requests)
     if manifest is not None and bundle is not None:
         raise UsageError(
             "--bundle writes a sample of a suite or of a file of answers, and this is a bundle"
@@ -146,16 +146,17 @@ def verify(
     if bundle is not None:
         opened = written_whole(bundle, "--bundle")
     with opened as output:
-        sources, drawn, population = draw(recorded, sample or ("100%" if manifest else None), seed)
+        drawn = draw(recorded, sample or ("100%" if manifest else None), seed)
         manifest = replace(
-            manifest or SampleManifest(path.name, population, seed, []), sources=sources
+            manifest or SampleManifest(path.name, drawn.population, seed, []),
+            sources=drawn.sources,
         )
-        models = _find_models(sources, model, engine, is_bundle)
-        scores = _check_scores(recorded, models, left)
+        models = _find_models(drawn.sources, model, engine, is_bundle)
+        scores = _check_scores(recorded, models, skipped)
         answered = []
-        for pair in _check(manifest.sources, models, drawn, reference is not None):
+        for pair in _check(manifest.sources, models, drawn.answers, reference is not None):
             answered.append(pair)
-            report(ProgressPhase("verify", "", len(answered), len(drawn), "answer"))
+            report(ProgressPhase("verify", "", len(answered), len(drawn.answers), "answer"))
         checked, bundled = zip(*answered)
         different = [answer for answer in checked if not answer["equal"]]
         _say(checked, manifest, scores, is_bundle, as_json)
@@ -203,12 +204,12 @@ def _say(
         verdict = (
             "failed" if is_wrong else "passed, as far as it was checked" if is_partial else "passed"
         )
-        said = [
+        lines = [
             f"{verdict}: {_sentence(checked, bound, manifest, is_bundle)}",
             *map(_describe, different),
+            *_on_scores(scores, len(manifest.sources)),
         ]
-        said += _on_scores(scores, len(manifest.sources))
-        print(fill_for(sys.stdout, "\n".join(said)))
+        print(fill_for(sys.stdout, "\n".join(lines)))
 
 
 def _read(
@@ -220,8 +221,8 @@ def _read(
     if not path.is_file():
         from flexgen_helm.plugin.run_answers import recorded_runs  # imports HELM
 
-        recorded, left = recorded_runs(output_path / "runs" / path)
-        return recorded, None, left
+        recorded, skipped = recorded_runs(output_path / "runs" / path)
+        return recorded, None, skipped
     if requests is not None:
         return [recorded_lines(path, requests)], None, ()
     if path.suffix == ".json":
@@ -236,7 +237,7 @@ def _read(
 def _of_bundle(
     path: Path, manifest: SampleManifest, answers: Sequence[BundledAnswer]
 ) -> list[Recorded]:
-    def recorded(answer: BundledAnswer) -> RecordedAnswer:
+    def as_recorded(answer: BundledAnswer) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
             keyed = (KeyedRequest(request, request_key(request)) for request in answer.requests)
             return [plain_result(service.respond(model, request).result) for request in keyed]
@@ -248,30 +249,32 @@ def _of_bundle(
             path,
             "verify",
             vars(source),
-            [recorded(one) for one in answers if one.source == number].copy,
+            [as_recorded(answer) for answer in answers if answer.source == index].copy,
         )
-        for number, source in enumerate(manifest.sources)
+        for index, source in enumerate(manifest.sources)
     ]
 
 
 def _check_scores(
-    recorded: Sequence[Recorded], models: Sequence[ModelArguments], left: Sequence[str]
+    recorded: Sequence[Recorded], models: Sequence[ModelArguments], skipped: Sequence[str]
 ) -> ScoreCheck | None:
-    """Return what is wrong with all scores; None where there are none. left: names of runs that
+    """Return what is wrong with all scores; None where there are none. skipped: names of runs that
     have none.
     """
-    found = ScoreCheck([], [f"{name}, which is not finished or of another client" for name in left])
+    check = ScoreCheck(
+        [], [f"{name}, which is not finished or of another client" for name in skipped]
+    )
     parts = [
         (part, model) for part, model in zip(recorded, models) if part.check_scores is not None
     ]
     for number, (part, model) in enumerate(parts, 1):
         assert part.check_scores is not None
         with silenced():
-            of_part = part.reading(partial(part.check_scores, model))
-        found.differences.extend(of_part.differences)
-        found.unchecked.extend(of_part.unchecked)
+            checked_part = part.reading(partial(part.check_scores, model))
+        check.differences.extend(checked_part.differences)
+        check.unchecked.extend(checked_part.unchecked)
         report(ProgressPhase("verify", "scores", number, len(parts), "run"))
-    return found if parts else None
+    return check if parts else None
 
 
 def _find_models(
@@ -294,7 +297,7 @@ def _find_model(
     """
     from flexgen_helm.engine.device import compute_device
 
-    name, revision = names.without_digest(source.model), None
+    name, revision = suffixes.without_digest(source.model), None
     chat = {} if is_bundle else source.chat_template or {}  # a bundle's prompts are token ids
     device = engine.get("device", "auto")
     options = {
@@ -315,8 +318,8 @@ def _find_model(
         if commit and commit[1] == resolved.hub_repo:
             revision = commit[2]
             resolved = replace(resolved, revision=revision)
-        is_known = resolved.path is None or not {name, names.base_name(name)}.isdisjoint(
-            names.user_names()
+        is_known = resolved.path is None or not {name, suffixes.base_name(name)}.isdisjoint(
+            known_names.user_names()
         )
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(
@@ -327,10 +330,51 @@ def _find_model(
     return model_arguments(model or name, options, revision)
 
 
+class _Recomputed(NamedTuple):
+    """An answer that was computed again.
+
+    computed: what `answer.recompute` returned. prompt: its text, of the
+        first request.
+    """
+
+    answer: RecordedAnswer
+    service: LoneService
+    computed: Any
+    prompt: str
+
+    def bundled(self) -> BundledAnswer:
+        requests, results = [*zip(*self.service.answers.values())] or [(), ()]
+        return BundledAnswer(
+            self.answer.source,
+            self.answer.number,
+            self.answer.name,
+            requests,
+            [*map(plain_result, results)],
+        )
+
+    def checked(self, tolerance: float, why: str, contradiction: str = "") -> Checked:
+        answer = self.answer
+        differences, largest = compare_answers(
+            answer.recorded, self.computed, tolerance, answer.has_sums
+        )
+        if contradiction:
+            differences += [("draw", "the most probable token", contradiction)]
+        return {
+            "name": answer.name,
+            "prompt": self.prompt,
+            "equal": not differences,
+            "differences": differences,
+            "largest_difference": largest,
+            "tolerance": tolerance,
+            "has_sums": answer.has_sums,
+            "why": why,
+        }
+
+
 def _check(
     sources: list[Source],
     models: Sequence[ModelArguments],
-    drawn: Sequence[tuple[int, RecordedAnswer]],
+    drawn: Sequence[RecordedAnswer],
     by_both: bool,
 ) -> Iterator[tuple[Checked, BundledAnswer]]:
     """Compute each answer alone; by_both: and have `transformers` score it.
@@ -339,74 +383,61 @@ def _check(
     Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does
     not compute.
     """
-    for key in dict.fromkeys(models[number].engine_key for number, _ in drawn):
+    for key in dict.fromkeys(models[answer.source].engine_key for answer in drawn):
         folder = _folder_for_transformers(key) if by_both else None
-        of_model = {number for number, model in enumerate(models) if model.engine_key == key}
-        services = []
+        of_model = {index for index, model in enumerate(models) if model.engine_key == key}
+        answers = [answer for answer in drawn if answer.source in of_model]
+        recomputed = []
         with EngineLoader().load(key) as engine:
             assert (tokenizer := engine.tokenizer) is not None
-            for number in of_model:
-                _require_fingerprint(sources[number], engine, key)
-            for number, answer in drawn:
-                if number in of_model:
-                    service = LoneService(engine)
-                    with silenced():
-                        found = answer.recompute(service, models[number])
-                    requests, results = [*zip(*service.answers.values())] or [(), ()]
-                    bundled = BundledAnswer(
-                        number, answer.number, answer.name, requests, [*map(plain_result, results)]
-                    )
-                    prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
-                    services.append((number, answer, service, bundled, prompt))
-                    if folder is None:
-                        why = _another_kind(sources[number], engine)
-                        yield (
-                            _checked(answer, prompt, found, TOLERANCE if why else 0.0, why),
-                            bundled,
-                        )
-            here = {
+            for source in of_model:
+                _require_fingerprint(sources[source], engine, key)
+            for answer in answers:
+                again = _recompute(engine, answer, models[answer.source])
+                if folder is None:
+                    why = _another_kind(sources[answer.source], engine)
+                    yield again.checked(TOLERANCE if why else 0.0, why), again.bundled()
+                else:
+                    recomputed.append(again)
+            computed_with = {
                 name: engine.last_run[name]
                 for name in ("fingerprint", "hardware", "versions", "batch_invariant")
             }
-            for number in of_model:
-                sources[number] = replace(sources[number], **here)
+            for source in of_model:
+                sources[source] = replace(sources[source], **computed_with)
         if folder is not None:
-            pairs = [pair for _, _, service, _, _ in services for pair in service.answers.values()]
-            scored = by_transformers(folder, tokenizer.eos_ids, pairs, TRANSFORMERS_TOLERANCE)
-            for number, answer, service, bundled, prompt in services:
-                said = {"": ""}
-                for name in service.answers:
-                    service.answers[name], said[name] = next(scored)
-                found = answer.recompute(service, models[number])
-                why = "by transformers in float32"
-                yield (
-                    _checked(
-                        answer, prompt, found, TRANSFORMERS_TOLERANCE, why, max(said.values())
-                    ),
-                    bundled,
-                )
+            yield from _check_by_transformers(folder, tokenizer.eos_ids, recomputed, models)
 
 
-def _checked(
-    answer: RecordedAnswer,
-    prompt: str,
-    computed: Any,
-    tolerance: float,
-    why: str,
-    contradiction: str = "",
-) -> Checked:
-    differences, largest = compare_answers(answer.recorded, computed, tolerance, answer.has_sums)
-    differences += [("draw", "the most probable token", contradiction)] if contradiction else []
-    return {
-        "name": answer.name,
-        "prompt": prompt,
-        "equal": not differences,
-        "differences": differences,
-        "largest_difference": largest,
-        "tolerance": tolerance,
-        "has_sums": answer.has_sums,
-        "why": why,
-    }
+def _recompute(engine: Engine, answer: RecordedAnswer, model: ModelArguments) -> _Recomputed:
+    service = LoneService(engine)
+    with silenced():
+        computed = answer.recompute(service, model)
+    results = [result for _, result in service.answers.values()]
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.decode(results[0].prompt_token_ids) if results else ""
+    return _Recomputed(answer, service, computed, prompt)
+
+
+def _check_by_transformers(
+    folder: Path,
+    ends: Collection[int],
+    recomputed: Sequence[_Recomputed],
+    models: Sequence[ModelArguments],
+) -> Iterator[tuple[Checked, BundledAnswer]]:
+    """Compare with what `transformers` makes of the same tokens."""
+    pairs = [pair for again in recomputed for pair in again.service.answers.values()]
+    scored = by_transformers(folder, ends, pairs, TRANSFORMERS_TOLERANCE)
+    for again in recomputed:
+        bundled, contradictions = again.bundled(), [""]
+        for key in again.service.answers:
+            rescored = next(scored)
+            again.service.answers[key] = rescored.request, rescored.result
+            contradictions.append(rescored.contradiction)
+        computed = again.answer.recompute(again.service, models[again.answer.source])
+        by_both = again._replace(computed=computed)
+        why = "by transformers in float32"
+        yield by_both.checked(TRANSFORMERS_TOLERANCE, why, max(contradictions)), bundled
 
 
 def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) -> None:
@@ -431,10 +462,10 @@ def _another_kind(source: Source, engine: Engine) -> str:
         return "the run had no --batch-invariant, so its bits may follow its batches"
     if source.batch_invariant != engine.last_run["batch_invariant"]:
         return "another kind of processor, or another release of flexgen-helm"
-    there = {**(source.hardware or {}), **(source.versions or {})}
-    here = {**engine.last_run["hardware"], **engine.last_run["versions"]}
+    recorded = {**(source.hardware or {}), **(source.versions or {})}
+    computed_with = {**engine.last_run["hardware"], **engine.last_run["versions"]}
     for key in _KIND:
-        old, new = there.get(key), here[key]
+        old, new = recorded.get(key), computed_with[key]
         if key == "loops" and isinstance(old, dict):  # one that was not needed is not in the record
             old, new = {**new, **old}, {**old, **new}
         if old != new:
@@ -483,26 +514,27 @@ def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
         lines.append(
             f"scores, questions and references of {count(parts, 'run')}, made again, are equal"
         )
-    return [*lines, *(f"not checked: {one}" for one in found.unchecked)]
+    return [*lines, *(f"not checked: {what}" for what in found.unchecked)]
 
 
 def _sentence(
     checked: Sequence[Checked], bound: float, manifest: SampleManifest, is_bundle: bool
 ) -> str:
-    parts, every = [], f"the {manifest.population:,} answers of {short(manifest.suite)}"
+    parts, population = [], f"the {manifest.population:,} answers of {short(manifest.suite)}"
     for why in dict.fromkeys(answer["why"] for answer in checked):
         alike = [answer for answer in checked if answer["why"] == why]
         largest = max(answer["largest_difference"] for answer in alike)
-        of = " of each sum" if any(answer["has_sums"] for answer in alike) else ""
+        per_sum = " of each sum" if any(answer["has_sums"] for answer in alike) else ""
         way = (
-            f"within {alike[0]['tolerance']:g}{of} ({why}; the largest difference is {largest:.2g})"
+            f"within {alike[0]['tolerance']:g}{per_sum} ({why}; the largest difference is "
+            f"{largest:.2g})"
         )
         equal = sum(answer["equal"] for answer in alike)
         parts.append(f"{equal:,} of {len(alike):,} answers equal {way if why else 'to the bit'}")
     if is_bundle:
         parts.append(
-            f"who wrote the bundle chose them and says that they are of {every}, whose scores it "
-            "has not"
+            f"who wrote the bundle chose them and says that they are of {population}, whose scores "
+            "it has not"
         )
         return "; ".join(
             [
@@ -511,8 +543,8 @@ def _sentence(
             ]
         )
     if len(checked) == manifest.population:
-        return "; ".join([*parts, f"these are all of {every}"])
+        return "; ".join([*parts, f"these are all of {population}"])
     few = "; --sample 100% checks all" if bound > _LITTLE else ""
     return "; ".join(
-        [*parts, f"with 95 % confidence at most {share_above(bound)} of {every} differ{few}"]
+        [*parts, f"with 95 % confidence at most {share_above(bound)} of {population} differ{few}"]
     )

@@ -7,14 +7,25 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from flexgen_helm.distributed.worker import Failure, Report
 from flexgen_helm.request import GenerationRequest
 
 # Requests by their index in the run.
-Unit = Mapping[int, GenerationRequest]
-# Name of a worker, number of its unit, and what it tells.
-News = tuple[str, int | None, Report]
+RequestUnit = Mapping[int, GenerationRequest]
+
+
+class News(NamedTuple):
+    """What a worker tells.
+
+    worker: its name; empty if nobody has begun the unit.
+    unit: number of its unit; None while it loads the model.
+    """
+
+    worker: str
+    unit: int | None
+    report: Report
 
 
 class Board:
@@ -23,7 +34,7 @@ class Board:
     def __init__(self, silence_s: float) -> None:
         """silence_s: after which a unit is lost. Ray sees what dies, but not what hangs."""
         self._silence_s, self._heard = silence_s, time.monotonic()
-        self._units: dict[int, Unit] = {}
+        self._units: dict[int, RequestUnit] = {}
         self._queue = asyncio.Queue[int | None]()  # None: no more will come
         self._begun: dict[int, tuple[str, float]] = {}  # by whom, and when it was heard of last
         self._news: list[News] = []
@@ -33,7 +44,7 @@ class Board:
 
     # For the driver
 
-    async def submit(self, units: Mapping[int, Unit]) -> None:
+    async def submit(self, units: Mapping[int, RequestUnit]) -> None:
         """Have units computed, by numbers that were never used."""
         self._units |= units
         self._heard = time.monotonic()
@@ -60,7 +71,7 @@ class Board:
             worker, heard = self._begun.get(unit, ("", self._heard))
             if time.monotonic() - heard > self._silence_s:
                 why = f"it has not answered for {self._silence_s:.0f} s"
-                news.append((worker, unit, {Failure: Failure(why, is_lost=True)}))
+                news.append(News(worker, unit, [Failure(why, is_lost=True)]))
         return news
 
     # For Ray Data
@@ -82,14 +93,14 @@ class Board:
         self._fingerprint = self._fingerprint or fingerprint
         return self._fingerprint
 
-    async def begin(self, unit: int, worker: str) -> Unit:
+    async def begin(self, unit: int, worker: str) -> RequestUnit:
         """Return the requests of a unit; none of one that is not wanted.
 
         Ray begins a unit again where its worker has died: the driver divides what is left of it.
         """
         if unit in self._begun:
             lost = Failure("its process ended, perhaps because memory ran out", is_lost=True)
-            await self.tell(self._begun[unit][0], unit, {Failure: lost})
+            await self.tell(self._begun[unit][0], unit, [lost])
             return {}
         self._begun[unit] = worker, time.monotonic()
         return self._units.get(unit, {})
@@ -100,6 +111,6 @@ class Board:
         if unit is not None:
             self._begun[unit] = worker, self._heard
         if report:
-            self._news.append((worker, unit, report))
+            self._news.append(News(worker, unit, report))
             self._arrived.set()
         return unit is None or unit in self._units

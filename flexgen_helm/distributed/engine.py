@@ -21,10 +21,13 @@ from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.distributed.ray_cluster import RaySession, RayWorkers
 from flexgen_helm.distributed.worker import (
+    Answered,
+    DrawnAt,
     Expected,
     Failure,
     ModelToLoad,
     UnitRecord,
+    WorkerEvent,
     WorkerIdentity,
 )
 from flexgen_helm.engine.fingerprint import Arithmetic, engine_fingerprint
@@ -32,8 +35,9 @@ from flexgen_helm.engine.run import OnDrawn, OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
 from flexgen_helm.files import count
 from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
-from flexgen_helm.report.throughput import add_blocks, throughput
-from flexgen_helm.request import Cost, DrawnToken, GenerationRequest, GenerationResult, Progress
+from flexgen_helm.report.block_records import add_blocks
+from flexgen_helm.report.throughput import throughput
+from flexgen_helm.request import Cost, GenerationRequest, GenerationResult, Progress
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 # Units of each of several workers, so that they end together; fewest requests of one, because
@@ -115,29 +119,28 @@ class ClusterRun:
         requests = [{index: self._requests[index] for index in part} for part in parts]
         self._workers.submit(dict(zip(numbers, requests)))
 
-    def receive(self, name: str, number: int, key: Any, item: Any) -> None:
+    def receive(self, name: str, number: int, event: WorkerEvent) -> None:
         """Take an answer, a token of one, or the end of a unit.
 
         name: of the worker; empty if nobody has begun the unit.
         """
         worker = self.records.setdefault(name, WorkerRecord(name))
-        match item:
-            case GenerationResult():
-                self.results[key] = item
-                worker.costs.append(item.cost)
+        match event:
+            case Answered(index, result):
+                self.results[index] = result
+                worker.costs.append(result.cost)
                 if self._on_result is not None:
-                    self._on_result(key, item)
-            case DrawnToken() if self._on_drawn is not None:
-                index, completion, step = key
-                self._on_drawn(index, completion, step, item)
+                    self._on_result(index, result)
+            case DrawnAt() if self._on_drawn is not None:
+                self._on_drawn(*event)
             case UnitRecord(record):
                 worker.num_units += 1
                 worker.record = add_blocks(worker.record, record) if worker.record else dict(record)
                 self._end(number, worker.name, Failure("answers are missing"))
             case Failure():
                 worker.num_units += 1
-                worker.is_lost = worker.is_lost or item.is_lost
-                self._end(number, worker.name, item)
+                worker.is_lost = worker.is_lost or event.is_lost
+                self._end(number, worker.name, event)
 
     def _end(self, number: int, name: str, failure: Failure) -> None:
         """Submit again what a unit has not answered, or give it up."""
@@ -210,7 +213,7 @@ class ClusterEngine:
         self._identities: dict[str, WorkerIdentity] = {}
         self._failures: dict[str, Failure] = {}
         self._told = False
-        self._news: deque[tuple[str, int | None, Any, Any]] = deque()
+        self._news: deque[tuple[str, int | None, WorkerEvent]] = deque()
         report(ModelInUse(model.name, model.config.chosen_precision.name))
         report(ProgressPhase("load"))
         self._workers = session.start(model, _expected(model))
@@ -261,8 +264,8 @@ class ClusterEngine:
     def _step(self, run: ClusterRun | None = None) -> None:
         """Take what comes within a moment. Raises if no worker is there and none will come."""
         error = self._workers.error  # before the news, which explain it
-        for name, unit, told in self._workers.news(_POLL_S):
-            self._news.extend((name, unit, *item) for item in told.items())
+        for name, unit, events in self._workers.news(_POLL_S):
+            self._news.extend((name, unit, event) for event in events)
         while self._news:  # each once, also where a run's `on_result` raises amid them
             self._told = True
             self._receive(*self._news.popleft(), run)
@@ -273,32 +276,33 @@ class ClusterEngine:
             report(Message("workers wait for Ray, which may be using their cores or GPUs"))
 
     def _receive(
-        self, name: str, unit: int | None, key: Any, item: Any, run: ClusterRun | None
+        self, name: str, unit: int | None, event: WorkerEvent, run: ClusterRun | None
     ) -> None:
-        match item:
+        match event:
             case Message():
-                report(Message(f"{name}: {item.text}", item.is_warning))
+                report(Message(f"{name}: {event.text}", event.is_warning))
             case ProgressPhase() if not self._identities:
-                report(item)
+                report(event)
             case WorkerIdentity():
-                self.fingerprint = item.fingerprint
-                self._identities[name] = item
+                self.fingerprint = event.fingerprint
+                self._identities[name] = event
                 hosts = sorted({identity.host for identity in self._identities.values()})
                 workers = count(len(self._identities), "worker")
                 more = f" and {len(hosts) - 5} more" if len(hosts) > 5 else ""
                 line = f"{workers} on {', '.join(hosts[:5])}{more}; each plans for its own machine"
                 report(PlanLine(line))
             case Failure() if unit is None:
-                self._failures[name] = item
+                self._failures[name] = event
             case _ if run is not None and unit in run.units:
-                run.receive(name, unit, key, item)
+                run.receive(name, unit, event)
 
     def _raise(self, error: str) -> NoReturn:
         """Say why there are no workers any more, as they said it themselves where they could."""
         if not self._failures:
             raise WorkerError(error)
-        is_refused = {of.exit_code for of in self._failures.values()} == {UsageError.exit_code}
-        why = _joined(failure.message for failure in self._failures.values())
+        failures = self._failures.values()
+        is_refused = all(failure.exit_code == UsageError.exit_code for failure in failures)
+        why = _joined(failure.message for failure in failures)
         names = ", ".join(list(self._failures)[:5])
         raise (UsageError if is_refused else WorkerError)(f"no worker is left; {names}: {why}")
 

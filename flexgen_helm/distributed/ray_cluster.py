@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from flexgen_helm import __version__
-from flexgen_helm.distributed.board import Board, News, Unit
+from flexgen_helm.distributed.board import Board, News, RequestUnit
 from flexgen_helm.distributed.worker import Expected, ModelToLoad, Worker
 from flexgen_helm.errors import UsageError
 
@@ -92,12 +92,12 @@ def pool_size(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | No
         `cores` of its cores.
     """
     machines = [node.get("Resources", {}) for node in nodes if node.get("Alive")]
-    found = [(int(of.get("CPU", 0)), int(of.get("GPU", 0))) for of in machines]
+    sizes = [(int(machine.get("CPU", 0)), int(machine.get("GPU", 0))) for machine in machines]
     if on_gpus:
-        shares = [node_cores // gpus for node_cores, gpus in found if gpus]
-        return PoolSize(cores or max(1, min(shares, default=1)), 1, sum(gpus for _, gpus in found))
-    of_worker = cores or max(1, max((node_cores for node_cores, _ in found), default=1))
-    return PoolSize(of_worker, 0, sum(node_cores // of_worker for node_cores, _ in found))
+        shares = [node_cores // gpus for node_cores, gpus in sizes if gpus]
+        return PoolSize(cores or max(1, min(shares, default=1)), 1, sum(gpus for _, gpus in sizes))
+    of_worker = cores or max(1, max((node_cores for node_cores, _ in sizes), default=1))
+    return PoolSize(of_worker, 0, sum(node_cores // of_worker for node_cores, _ in sizes))
 
 
 class RaySession:
@@ -255,8 +255,10 @@ class RayWorkers:
             )
         self.num_expected = max(1, min(size.room, options.workers or size.room))
         self.is_alone = options.workers == 1
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here)
+        on_this_node = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=on_this_node)
         self._board: Any = board.remote(SILENCE_S)
         _quieten_ray_data()
         pool = ray.data.ActorPoolStrategy(
@@ -284,7 +286,7 @@ class RayWorkers:
         except Exception as error:
             self.error = _explain_end(error)  # not itself, which keeps actors alive
 
-    def submit(self, units: Mapping[int, Unit]) -> None:
+    def submit(self, units: Mapping[int, RequestUnit]) -> None:
         """Have units computed, by numbers that were never used."""
         import ray
 

@@ -6,19 +6,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_helm import __version__
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError, WorkerError
 from flexgen_helm.progress import Event, Message, ProgressPhase, observed_by
-from flexgen_helm.request import GenerationRequest
+from flexgen_helm.request import DrawnToken, GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
@@ -89,11 +89,26 @@ class UnitRecord:
     record: Mapping[str, Any]
 
 
-# What has happened at a worker since its last report: results of its unit by their index in the
-# run, by index, completion and step the drawn tokens of unfinished ones, and of each kind of
-# message the newest, because a download reports a thousand stages.
-Report = Mapping[Any, Any]
-News = SimpleQueue[tuple[Any, Any]]
+class Answered(NamedTuple):
+    """The result of a request, by its index in the run."""
+
+    request_index: int
+    result: GenerationResult
+
+
+class DrawnAt(NamedTuple):
+    """A token of a request that is not finished; request_index: of it in the run."""
+
+    request_index: int
+    completion: int
+    step: int
+    token: DrawnToken
+
+
+# What happens at a worker, and all that has happened since its last report.
+WorkerEvent = Answered | DrawnAt | Message | ProgressPhase | WorkerIdentity | UnitRecord | Failure
+Report = Sequence[WorkerEvent]
+Outbox = SimpleQueue[WorkerEvent]
 
 
 @dataclass(frozen=True)
@@ -144,19 +159,25 @@ class Worker:
         self._board = board
         self._name = f"{socket.gethostname()}/{os.getpid()}"
         actor = ray.get_runtime_context().get_actor_id()
-        with self._reporting() as (news, _):
+        with self._reporting() as (outbox, _):
             if ray.get(board.start.remote(actor)) > MAX_STARTS:
                 raise WorkerError(
                     f"its process ended {MAX_STARTS} times while it loaded the model, perhaps "
                     "because memory ran out; lower --cpu-memory"
                 )
             began = time.monotonic()
-            self._engine = _load(model, _share_of_machine(model.config.device, cores))
+            from flexgen_helm.engine.engine import Engine  # torch, which takes seconds
+
+            self._engine = Engine.from_config(
+                model.path,
+                limits_of_share(model.config, _share_of_machine(model.config.device, cores)),
+                name=model.name,
+            )
             identity = identity_of(self._engine, time.monotonic() - began)
             first = ray.get(board.is_ready.remote(actor, identity.fingerprint))
             if (why := expected.difference(identity, first, model.name)) is not None:
                 raise UsageError(why)
-            news.put((WorkerIdentity, identity))
+            outbox.put(identity)
 
     def __call__(self, rows: Mapping[str, Any]) -> Mapping[str, Any]:
         """Compute units, by their numbers; the board knows their requests."""
@@ -164,69 +185,77 @@ class Worker:
 
         for unit in rows["unit"].tolist():
             if requests := ray.get(self._board.begin.remote(unit, self._name)):
-                with suppress(Exception), self._reporting(unit) as (news, stop):
-                    self.compute(requests, news, stop)
+                with suppress(Exception), self._reporting(unit) as (outbox, stop):
+                    self.compute(requests, outbox, stop)
         return rows
 
     def compute(
-        self, requests: Mapping[int, GenerationRequest], news: News, stop: threading.Event
+        self, requests: Mapping[int, GenerationRequest], outbox: Outbox, stop: threading.Event
     ) -> None:
         """Answer requests, by their index in the run."""
         indexes = list(requests)
         self._engine.run(
             list(requests.values()),
-            on_result=lambda i, result: news.put((indexes[i], result)),
+            on_result=lambda i, result: outbox.put(Answered(indexes[i], result)),
             should_stop=stop.is_set,
-            on_drawn=lambda i, completion, step, drawn: news.put(
-                ((indexes[i], completion, step), drawn)
+            on_drawn=lambda i, completion, step, token: outbox.put(
+                DrawnAt(indexes[i], completion, step, token)
             ),
         )
-        news.put((UnitRecord, UnitRecord(dict(self._engine.last_run))))
+        outbox.put(UnitRecord(dict(self._engine.last_run)))
 
     @contextmanager
-    def _reporting(self, unit: int | None = None) -> Iterator[tuple[News, threading.Event]]:
+    def _reporting(self, unit: int | None = None) -> Iterator[tuple[Outbox, threading.Event]]:
         """Tell the board twice a second what is put, and at last how it failed.
 
         The event is set when the unit is not wanted any more.
         """
-        news, stop, end = News(), threading.Event(), threading.Event()
+        outbox, stop, is_over = Outbox(), threading.Event(), threading.Event()
 
         def observe(event: Event) -> None:
-            if isinstance(event, Message):
-                news.put((event.text, event))
-            elif isinstance(event, ProgressPhase):
-                news.put((ProgressPhase, event))
+            if isinstance(event, (Message, ProgressPhase)):
+                outbox.put(event)
 
-        thread = threading.Thread(target=self._tell, args=(unit, news, stop, end), daemon=True)
+        arguments = (unit, outbox, stop, is_over)
+        thread = threading.Thread(target=self._tell, args=arguments, daemon=True)
         thread.start()
         try:
             with observed_by(observe):
-                yield news, stop
+                yield outbox, stop
         except FlexgenError as error:
-            news.put((Failure, Failure(str(error), error.exit_code)))
+            outbox.put(Failure(str(error), error.exit_code))
             raise
         except BaseException as error:
-            news.put((Failure, Failure(f"{type(error).__name__}: {error}")))
+            outbox.put(Failure(f"{type(error).__name__}: {error}"))
             raise
         finally:
-            end.set()
+            is_over.set()
             thread.join()
 
     def _tell(
-        self, unit: int | None, news: News, stop: threading.Event, end: threading.Event
+        self, unit: int | None, outbox: Outbox, stop: threading.Event, is_over: threading.Event
     ) -> None:
+        """Tell the board what is put, until all is over; runs in a thread."""
         import ray
 
         is_last = False
         while not is_last:
-            is_last = end.wait(REPORT_EVERY_S)
-            items = dict(news.get() for _ in range(news.qsize()))
+            is_last = is_over.wait(REPORT_EVERY_S)
+            report = _without_repetition([outbox.get() for _ in range(outbox.qsize())])
             try:
-                is_wanted = ray.get(self._board.tell.remote(self._name, unit, items))
+                is_wanted = ray.get(self._board.tell.remote(self._name, unit, report))
             except ray.exceptions.ActorDiedError:
                 os._exit(0)  # the driver has ended: nobody waits for this process
             if not is_wanted:
                 stop.set()
+
+
+def _without_repetition(events: Report) -> Report:
+    """Keep each message once, and the newest phase: a download reports a thousand."""
+    phases = [event for event in events if isinstance(event, ProgressPhase)]
+    messages = dict.fromkeys(event for event in events if isinstance(event, Message))
+    others = (event for event in events if not isinstance(event, (ProgressPhase, Message)))
+    return [*phases[-1:], *messages, *others]
 
 
 def leave_threads_to_torch(cores: int) -> None:
@@ -244,17 +273,9 @@ def _share_of_machine(device: str, cores: int) -> float:
     """Return the share of its machine that a worker may use: its GPU's, or its cores'."""
     import ray
 
-    node = ray.get_runtime_context().get_node_id()
-    (resources,) = (of["Resources"] for of in ray.nodes() if of["NodeID"] == node)
+    node_id = ray.get_runtime_context().get_node_id()
+    (resources,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
     return 1 / resources["GPU"] if device == "cuda" else cores / resources["CPU"]
-
-
-def _load(model: ModelToLoad, memory_share: float) -> Engine:
-    from flexgen_helm.engine.engine import Engine
-
-    return Engine.from_config(
-        model.path, limits_of_share(model.config, memory_share), name=model.name
-    )
 
 
 def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:

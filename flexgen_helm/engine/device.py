@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.engine.machine_profile import processor_name
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import exact_size, existing_folder, size
 from flexgen_helm.hardware.host_memory import host_memory
-from flexgen_helm.hardware.process_state import Rank
+from flexgen_helm.hardware.processor import processor_name
+from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.models.architectures import overflows_float16
-from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
+from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report

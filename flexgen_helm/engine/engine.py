@@ -21,8 +21,12 @@ from flexgen_helm.engine.run import OnDrawn, OnResult, ResultCollector, Run, fin
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
 from flexgen_helm.errors import FlexgenError, Float16Error, UsageError
-from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, return_freed_memory
-from flexgen_helm.hardware.process_state import exact_products
+from flexgen_helm.hardware.exact_products import exact_products
+from flexgen_helm.hardware.freed_memory import (
+    ResidentMemory,
+    keep_freed_memory,
+    return_freed_memory,
+)
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.transformers_backend.decoder import decoder_of
@@ -32,8 +36,10 @@ from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.progress import ModelInUse, PlanLine, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_tree import EVERY_BEGINNING, prefix_cost
-from flexgen_helm.scheduling.prepare import drawn_workload, into_lanes, prepare, run_size
+from flexgen_helm.scheduling.prepare import prepare
+from flexgen_helm.scheduling.run_size import drawn_workload, run_size
 from flexgen_helm.scheduling.sequence import Request
 
 # What to do about values that are not finite where float16 stands in for bfloat16.
@@ -399,7 +405,7 @@ class Engine:
             in_use: dict[str, int] = {
                 tier: ledger.in_use for tier, ledger in ledgers.items() if ledger.in_use
             }
-            event = replace(bare, memory_bytes=in_use, **reads.of(bare.num_passes))
+            event = replace(bare, memory_bytes=in_use, **reads.progress(bare.num_passes))
             report(event)
             if progress is not None:
                 progress(event)

@@ -20,16 +20,18 @@ from torch import Tensor
 
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.engine.attention_metadata import (
-    AttentionMetadata,
+    AttentionBackend,
     LayerAttention,
     build_attention_metadata,
 )
 from flexgen_helm.engine.kept_states import KeptStates
 from flexgen_helm.engine.logits_processors import LogitsProcessors
+from flexgen_helm.engine.loop_attention import LoopAttention, attends_in_a_loop
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
+from flexgen_helm.engine.segment_attention import SegmentAttention
 from flexgen_helm.errors import Interrupted, MemoryLimitError
-from flexgen_helm.hardware.host_memory import ResidentMemory
+from flexgen_helm.hardware.freed_memory import ResidentMemory
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import product_bytes
 from flexgen_helm.kv_cache.cache import KVCache
@@ -43,8 +45,8 @@ from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import DrawnToken, TopLogprobs
-from flexgen_helm.scheduling.scheduler import StageVisit, WorkItem, stage_visits
 from flexgen_helm.scheduling.sequence import Batch, PromptScores, SamplingParams, Sequence
+from flexgen_helm.scheduling.stage_visits import StageVisit, WorkItem, stage_visits
 from flexgen_helm.tiers import UNLIMITED
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
@@ -211,7 +213,7 @@ class _BatchState:
     seconds: charged to the batch so far; launched_s: of its items since then.
     """
 
-    metadata: AttentionMetadata
+    attention: AttentionBackend
     layers_checked: int
     hidden: Tensor | None = None
     rotary: Any = None
@@ -491,7 +493,7 @@ class Executor:
         elif state.hidden is None:  # load_activation(i, j, k), begun an item ago
             state.hidden = self.activations.load(item.batch)
         if state.rotary is None:
-            state.rotary = self._decoder.rotary(state.metadata.positions.on_device)
+            state.rotary = self._decoder.rotary(state.attention.metadata.positions.on_device)
         # load_cache and load_activation(i, j, k + 1)
         self._prefetch(item, current.following.get(item), states)
         return state
@@ -507,7 +509,7 @@ class Executor:
         if (layer := self._layer_of(following.stage)) is not None:
             # no room for two layers: it is brought when it is needed
             with suppress(MemoryLimitError):
-                state.metadata.prefetch(layer, self.cache)
+                state.attention.metadata.prefetch(layer, self.cache)
 
     def _compute(self, step: list[WorkItem], current: Pass) -> BatchOutput | None:
         """Take the batches of a step through its stage; return what the head computed, and None
@@ -520,7 +522,7 @@ class Executor:
         with self._weights.stage(name, is_repeated=len(step) > 1) as weights:
             if layer is None:
                 state = self._begin(step[0], current)
-                metadata = state.metadata
+                metadata = state.attention.metadata
                 self._end(
                     step[0],
                     current,
@@ -564,7 +566,7 @@ class Executor:
             if item is spared and (left or item is not first):
                 self.activations.wait(item.batch, num_bytes)
             attend = LayerAttention(
-                state.metadata, layer, decoder.config.window(layer), decoder.attention, self.cache
+                state.attention, layer, decoder.config.window(layer), decoder.attention, self.cache
             )
             batch, state.hidden = LayerBatch(state.hidden, state.rotary, attend), None
             yield batch
@@ -612,9 +614,14 @@ class Executor:
         kept.keep(last.stage, states(), num_tokens * (self._hidden_bytes + torch.int64.itemsize))
 
     def _new_state(self, batch: Batch) -> _BatchState:
-        decoder = self._decoder
-        windows = {decoder.config.window(layer) for layer in range(decoder.config.num_layers)}
-        metadata = build_attention_metadata(batch, windows, self._device, decoder.dtype, self.cache)
+        decoder, dtype = self._decoder, self._decoder.dtype
+        metadata = build_attention_metadata(batch, self._device, self.cache)
+        attention: AttentionBackend
+        if attends_in_a_loop(self.cache.codec, self._device, dtype):
+            attention = LoopAttention(metadata, self.cache.codec)
+        else:
+            windows = {decoder.config.window(layer) for layer in range(decoder.config.num_layers)}
+            attention = SegmentAttention(metadata, self.cache.codec, windows, dtype)
         num_tokens = len(metadata.token_ids.on_device)
         self._note_workspace(
             self._workspace.layer(
@@ -624,7 +631,7 @@ class Executor:
                 metadata.largest_prefix,
             )
         )
-        return _BatchState(metadata, self._config.layers_before)
+        return _BatchState(attention, self._config.layers_before)
 
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)

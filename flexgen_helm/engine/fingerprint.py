@@ -9,12 +9,15 @@ import json
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from flexgen_helm.checkpoint.fetch import fetch, quick_fingerprint
+from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
+from flexgen_helm.checkpoint.local_files import quick_fingerprint
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
-from flexgen_helm.hardware.process_state import processor_kind, rank_of_process, why_no_cuda
+from flexgen_helm.hardware.cuda_presence import why_no_cuda
+from flexgen_helm.hardware.processor import processor_kind
+from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.identity import own_digest, text_of
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,20 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from flexgen_helm.checkpoint.paths import explain, state_dir, state_lock
+from flexgen_helm.checkpoint.paths import state_dir, state_lock
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import existing_folder, replace_text, require_writable
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.processor import processor_name
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
+from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
-from flexgen_helm.planner.plan import simulated_gpu
+from flexgen_helm.planner.plan import profile_for_device
 from flexgen_helm.planner.problem import MEASURED
 from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.tiers import Tier
 
 if TYPE_CHECKING:
-    from flexgen_helm.offload.transfer_manager import CopyEngine
+    from flexgen_helm.offload.copy_engine import CopyEngine
 
 # Version of the profiler: raised when it measures something else.
 _VERSION = 9
@@ -162,15 +163,6 @@ def machine_identity(folder: Path) -> dict[str, Any]:
     }
 
 
-def processor_name() -> str:
-    models = (
-        line.partition(":")[2].strip()
-        for line in _lines("/proc/cpuinfo")
-        if line.startswith("model name")
-    )
-    return next(models, platform.processor())
-
-
 def _path() -> Path:
     """Return the file of this process's profile: ranks of a pipeline may compute on GPUs of several
     models.
@@ -253,15 +245,14 @@ class EngineProfile:
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:
         options = self._options
-        if options.device == "sim" or self._link is None:
-            profile = replace(profile, gpu=None, link=None)
-        if options.device == "sim":
-            profile = simulated_gpu(profile, options.link_gb_s, options.disk_gb_s)
-        if profile.gpu is None and self._link is not None:
-            raise UsageError(
-                f"the hardware {profile.name!r} has 0 GPUs and --device is cuda: run `flexgen-helm "
-                f"profile`, or name another with {HARDWARE_VARIABLE}"
-            )
+        found = "cpu" if self._link is None else "cuda"
+        profile = profile_for_device(
+            profile,
+            "sim" if options.device == "sim" else found,
+            options.link_gb_s,
+            options.disk_gb_s,
+            f"run `flexgen-helm profile`, or name another with {HARDWARE_VARIABLE}",
+        )
         # Limits follow from what is free now; a saved profile may have seen less.
         cpu, disk, gpu = profile.cpu, profile.disk, profile.gpu
         if gpu is not None:

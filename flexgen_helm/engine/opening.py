@@ -17,7 +17,8 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import GIVEN_FOLDERS, state_dir
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.concurrency import require_linux, stop_point
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import (
@@ -34,14 +35,15 @@ from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.pipeline import divide_layers
 from flexgen_helm.errors import Float16Error, UsageError
 from flexgen_helm.files import require_writable, size
-from flexgen_helm.hardware.process_state import Rank, rank_of_process
+from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine
 from flexgen_helm.offload.matrices import WeightsAtRest
+from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
 from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import CopyEngine, CudaCopyEngine, TransferManager
-from flexgen_helm.offload.transfer_stats import DiskRates, RateLimit
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
@@ -96,7 +98,7 @@ class OpenedModel:
 
     @cached_property
     def published(self) -> PublishedFormats:
-        return PublishedFormats(self.checkpoint.formats, self.checkpoint.gathers)
+        return PublishedFormats(self.checkpoint.formats, self.checkpoint.rows_are_gathered)
 
     @property
     def precision(self) -> Precision:

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.errors import FlexgenError, PipelineError, UsageError
-from flexgen_helm.hardware.process_state import Rank, rank_of_process
+from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
-from flexgen_helm.scheduling.prepare import common_limits
+from flexgen_helm.scheduling.lanes import common_limits
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine

@@ -23,7 +23,8 @@ from torch import Tensor
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import exact_size
-from flexgen_helm.hardware.host_memory import host_memory, keep_freed_memory, return_freed_memory
+from flexgen_helm.hardware.freed_memory import keep_freed_memory, return_freed_memory
+from flexgen_helm.hardware.host_memory import host_memory
 from flexgen_helm.hardware.profile import (
     PRODUCT_BY_WEIGHT,
     PROFILED,
@@ -34,10 +35,11 @@ from flexgen_helm.hardware.profile import (
     Processor,
 )
 from flexgen_helm.kernels.attention import (
+    Segment,
     SegmentTable,
     TokenGroup,
+    Way,
     attend_segments,
-    can_attend,
     can_attend_caches,
 )
 from flexgen_helm.kernels.layer_rows import put_rows
@@ -279,10 +281,11 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """
 
     scale, tokens = q.shape[-1] ** -0.5, len(q)
-    if not can_attend(q, k, v):
-        return partial(attend_causal, q, k, v, AttentionConfig(scale))
-    table = SegmentTable.of([TokenGroup(0, tokens, is_prompt=True)], range(tokens))
-    return partial(attend_segments, q, table.at((), (k, v)), scale)
+    if q.dtype != torch.float32 or not can_attend_caches(q.device, q.dtype):
+        return partial(attend_causal, q, (k, v), AttentionConfig(scale))
+    table = SegmentTable.of([TokenGroup(0, tokens, [Segment(0, 0, tokens)])], range(tokens))
+    by_head = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    return partial(attend_segments, q, table.at([by_head]), Way(scale))
 
 
 def cache_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
@@ -292,19 +295,11 @@ def cache_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
 
     scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
     if can_attend_caches(k.device, k.dtype):
-        table = SegmentTable.of(
-            [TokenGroup(row, 1, cache=(row, 0)) for row in range(len(q))], [last] * len(q)
-        )
-        return partial(attend_segments, q.float(), table.at(caches=(k, v)), scale)
-    return partial(
-        attend_cached,
-        q,
-        k,
-        v,
-        AttentionConfig(scale),
-        torch.full((len(q),), last, device=q.device),
-        None,
-    )
+        groups = [TokenGroup(row, 1, [Segment(0, 0, last + 1, row)]) for row in range(len(q))]
+        segments = SegmentTable.of(groups, [last] * len(q)).at([(k, v)])
+        return partial(attend_segments, q.float(), segments, Way(scale))
+    positions = torch.full((len(q),), last, device=q.device)
+    return partial(attend_cached, q, (k, v), AttentionConfig(scale), positions)
 
 
 def _upcast_rate() -> float:

@@ -40,16 +40,11 @@ import torch
 from torch import Tensor, nn
 
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import (
-    read_state,
-    state_dir,
-    state_lock,
-    system_error,
-    update_state,
-)
+from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
+from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.loop_attention import has_packed_steps
 from flexgen_helm.engine.opening import OpenedModel
-from flexgen_helm.engine.packed_attention import has_packed_steps
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import log_normalizers
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError, UsageError
@@ -60,7 +55,7 @@ from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.attention import AttentionConfig, additive_mask, attend, attend_unfused
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
-from flexgen_helm.offload.transfer_manager import CudaCopyEngine
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.quant.block_products import decode_into
@@ -374,16 +369,16 @@ def _attention_fault(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         hidden = (torch.arange(keys, device=device) < keys // 3).expand(batch, 1, 1, keys)
         mask = additive_mask(hidden, dtype) if hides else None
         try:
-            found = attend(q, k, v, config, is_causal=queries > 1, mask=mask)
+            found = attend(q, (k, v), config, queries > 1, mask)
         # of another PyTorch's private operators
         except (AttributeError, TypeError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return f"{type(error).__name__}: {error}".splitlines()[0]
         exact = None if mask is None else mask.float()
-        for value, known in zip(
-            found, attend_unfused(q.float(), k.float(), v.float(), config, queries > 1, exact)
-        ):
+        keys_values = k.float(), v.float()
+        expected = attend_unfused(q.float(), keys_values, config, queries > 1, exact)
+        for value, known in zip(found, expected):
             largest = max(largest, _largest(value.float() - known) / _largest(known))
     return (
         f"wrong by {largest:.2g} of the largest value"

@@ -18,7 +18,7 @@ from flexgen_helm.progress import KEEP_EVERY_S
 from flexgen_helm.request import Cost, DrawnToken, GenerationResult, Progress
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
-from flexgen_helm.scheduling.scheduler import Scheduler, work_items
+from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import (
     AnswerLengths,
     Batch,
@@ -27,6 +27,7 @@ from flexgen_helm.scheduling.sequence import (
     Sequence,
     SequenceKind,
 )
+from flexgen_helm.scheduling.stage_visits import work_items
 from flexgen_helm.tiers import MEMORY_ADVICE
 
 # The results of one call of `Engine.run`, and the progress towards them. No torch.

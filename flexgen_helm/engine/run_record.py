@@ -28,10 +28,11 @@ from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import ExpertCounts
+from flexgen_helm.planner.expert_use import expected_experts, fitted_skew
 from flexgen_helm.planner.predict import CostEstimate
-from flexgen_helm.planner.problem import expected_experts, fitted_skew
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.report.throughput import throughput, versions
+from flexgen_helm.report.throughput import throughput
+from flexgen_helm.report.versions import versions
 from flexgen_helm.tiers import TIERS, Fractions, Tier
 
 # Of what the record of a pipeline says for each rank.
@@ -45,8 +46,6 @@ class EngineIdentity:
     weight_dtype: of matrices in 16 bits; that of products where they are packed.
     load_s: seconds that loading took.
     experts: of the model; None for one without.
-    is_proved: a small model of this kind equals `transformers` here; None where nothing was
-        compared.
     entries, hardware: what the record, and its `hardware`, say of the model and its device.
     """
 
@@ -56,7 +55,6 @@ class EngineIdentity:
     weight_dtype: torch.dtype
     load_s: float
     experts: MoEConfig | None
-    is_proved: bool | None
     entries: Mapping[str, Any]
     hardware: Mapping[str, Any]
 
@@ -64,7 +62,7 @@ class EngineIdentity:
     def of(
         cls, model: OpenedModel, experts: MoEConfig | None, is_proved: bool | None, load_s: float
     ) -> EngineIdentity:
-        """Describe a model whose weights are loaded."""
+        """Describe a model whose weights are loaded; is_proved: as of `Engine`."""
         checkpoint, generation = model.checkpoint, model.generation
         device, dtype = model.device, model.dtype
         weight_dtype = checkpoint.storage_dtype if model.precision.weights is None else dtype
@@ -85,8 +83,16 @@ class EngineIdentity:
             "compute_dtype": str(dtype).removeprefix("torch."),
             "compute_dtype_reason": reason,
         }
-        known = load_s, experts, is_proved, entries, hardware
-        return cls(model.name, device, dtype, weight_dtype, *known)
+        return cls(
+            model=model.name,
+            device=device,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            load_s=load_s,
+            experts=experts,
+            entries=entries,
+            hardware=hardware,
+        )
 
 
 def run_record(

@@ -1,11 +1,9 @@
-"""Return freed memory to the system, or keep it for reuse (glibc's `mallopt` and `malloc_trim`)."""
+"""Memory that this process may use: the machine's, or less in a container or a job of a cluster."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,74 +12,6 @@ from pathlib import Path
 import psutil
 
 from flexgen_helm.files import size
-
-# Bytes beside all that is counted: gaps between blocks, buffers of libraries.
-UNCOUNTED_BYTES = 64 << 20
-# Parameters of malloc.h, the same numbers in every version of glibc.
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
-_NEVER = (1 << 31) - 1
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks instead of returning them to the system; nothing without glibc.
-
-    Every product allocates and frees the same tens of megabytes. If the system takes them back in
-    between, it zeroes and maps each page anew: a third of the prefill time of a small model. The
-    setting holds for the whole process;
-    the largest batch's memory stays until `return_freed_memory`.
-    """
-    if (libc := _glibc()) is not None:
-        # One arena: large blocks of another thread's arena would go back to the system all the
-        # same.
-        for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER)):
-            libc.mallopt(parameter, value)
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system now; nothing without glibc."""
-    if (libc := _glibc()) is not None:
-        libc.malloc_trim(0)
-
-
-class ResidentMemory:
-    """Keeps the process within what its engine may use, by returning freed memory to the system.
-
-    Freed blocks are kept (`keep_freed_memory`), and blocks of many sizes leave gaps between them.
-    The process had memory before the engine was made, and its other parts may take more meanwhile:
-    both are not the engine's.
-    """
-
-    def __init__(self, limit: int) -> None:
-        """limit: bytes of the host's tier."""
-        self._limit, self._elsewhere = limit, resident_bytes()
-
-    def hold(self, workspace_bytes: int) -> None:
-        """Return freed memory if more is resident than the limit, the workspace, and what is not
-        the engine's.
-        """
-        most = self._limit + self._elsewhere + workspace_bytes + UNCOUNTED_BYTES
-        if resident_bytes() > most:
-            return_freed_memory()
-            # What is left is in use. Half of the uncounted bytes remain until the next time.
-            self._elsewhere += max(0, resident_bytes() - most + UNCOUNTED_BYTES // 2)
-
-
-def resident_bytes() -> int:
-    """Read the bytes of this process that are in memory; quickly, because every expert of a pass
-    asks.
-    """
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def _glibc() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "gnu_get_libc_version") else None
-
-
-# Memory that this process may use: the machine's, or less in a container or a job of a cluster.
 
 MOUNTS, CGROUP = Path("/proc/mounts"), Path("/proc/self/cgroup")
 # By version: the limit, the bytes in use, and of these in memory.stat the files that the kernel
@@ -120,8 +50,8 @@ def host_memory(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> HostMemory:
     """Return the machine's memory, or what the control groups of this process leave of it."""
     machine = psutil.virtual_memory()
     groups = memory_groups(mounts, cgroup)
-    found = [] if groups is None else _limits(groups)
-    limited = sorted((room, limit) for limit, room in found if limit < machine.total)
+    limits = [] if groups is None else _limits(groups)
+    limited = sorted((room, limit) for limit, room in limits if limit < machine.total)
     if not limited:
         return HostMemory(machine.total, machine.available)
     room, group_limit = limited[0]

@@ -94,12 +94,6 @@ class Processor:
         """Whether products in float32 read weights in 16 bits as they rest."""
         return math.isinf(self.upcast_elements_s)
 
-    @property
-    def has_bfloat16(self) -> bool:
-        """Whether bfloat16 products are about as fast as float16 ones: GPUs from Ampere on."""
-        rates = {name: curve.best for name, curve in self.matmul_flops.items()}
-        return rates.get("bfloat16", 0.0) > rates.get("float16", 0.0) / 2
-
     def compute_dtype(self, storage_dtype: str, float16_suffices: bool = True) -> str:
         """The dtype of products, chosen as the engine does: the faster of the weights' 16 bits and
         float32.
@@ -111,10 +105,8 @@ class Processor:
             bfloat16, float32 = (self.matmul_flops.get(dtype) for dtype in ("bfloat16", "float32"))
             if bfloat16 is None or (float32 is not None and bfloat16.best < float32.best):
                 storage_dtype = "float16"
-        known = [
-            dtype for dtype in (storage_dtype, "float32") if dtype in self.matmul_flops
-        ] or list(self.matmul_flops)
-        return max(known, key=lambda dtype: self.matmul_flops[dtype].best)
+        suitable = [dtype for dtype in (storage_dtype, "float32") if dtype in self.matmul_flops]
+        return max(suitable or self.matmul_flops, key=lambda dtype: self.matmul_flops[dtype].best)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,14 @@ _USER_VARIABLES = (
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Processor seconds since some time before: of all programs on the cores that this process may
-    use, and its own.
+    """Processor seconds since some time before.
+
+    clock_s: when they were read.
+    all_s: of all programs on the cores that this process may use.
+    own_s: of this process.
     """
 
-    at: float
+    clock_s: float
     all_s: float
     own_s: float
 
@@ -56,7 +59,7 @@ def read_cpu_times() -> CpuTimes:
 def busy_cores(earlier: CpuTimes, later: CpuTimes) -> float:
     """Return how many cores other programs took, on average between two readings."""
     busy = (later.all_s - earlier.all_s) - (later.own_s - earlier.own_s)
-    return max(0.0, busy / (later.at - earlier.at))
+    return max(0.0, busy / (later.clock_s - earlier.clock_s))
 
 
 class ThreadGovernor:
@@ -80,7 +83,7 @@ class ThreadGovernor:
         """Choose the number of threads anew if the last choice is a second old; the calling
         thread's work uses it.
         """
-        if not self._active or time.monotonic() - self._last.at < _WINDOW_S:
+        if not self._active or time.monotonic() - self._last.clock_s < _WINDOW_S:
             return
         now = self._read()
         free = len(_cores()) - busy_cores(self._last, now)

@@ -221,13 +221,13 @@ class FlexgenLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         ends = self.tokenizer.eos_ids
-        texts = {self.tokenizer.decode([token]): token for token in sorted(ends)}
-        end = texts.get(self.tokenizer.eos_text or "", min(ends, default=None))
-        if end is None:
+        texts = {self.tokenizer.decode([eos_id]): eos_id for eos_id in sorted(ends)}
+        token = texts.get(self.tokenizer.eos_text or "", min(ends, default=None))
+        if token is None:
             raise UsageError(
                 f"the tokenizer of {self._model.name} names no end of a text; give prefix_token_id"
             )
-        return end
+        return token
 
     @property
     def prefix_token_id(self) -> int:
@@ -289,13 +289,15 @@ class FlexgenLM(TemplateLM):
             return self.apply_chat_template(without, add_generation_prompt)
         if add_generation_prompt:
             return text
-        found = text.rfind(_END_OF_TURN.strip())
-        if found < 0:
+        position = text.rfind(_END_OF_TURN.strip())
+        if position < 0:
             raise RequestError(
                 "the chat template changes the last message, so it cannot be continued"
             )
         # A template that trims messages leaves no space behind the last one either.
-        return text[:found] if text.startswith(_END_OF_TURN, found) else text[:found].rstrip()
+        return (
+            text[:position] if text.startswith(_END_OF_TURN, position) else text[:position].rstrip()
+        )
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -399,10 +401,10 @@ class FlexgenLM(TemplateLM):
 
     def _generation(self, context: str, settings: Mapping[str, Any], seed_text: str) -> _Generation:
         """Return the request for an answer. seed_text: what random draws depend on."""
-        known: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
-        is_sampled = bool(known["do_sample"])
+        normalized: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
+        is_sampled = bool(normalized["do_sample"])
         from_file = self._generation_settings
-        for name, value in known.items():
+        for name, value in normalized.items():
             if name in _SAMPLING or value is None or (name in _ONLY_SAMPLED and not is_sampled):
                 continue
             if name in from_file.applied:
@@ -416,27 +418,31 @@ class FlexgenLM(TemplateLM):
                 raise UsageError(
                     f"{name}={value!r} of a task's generation_kwargs is not supported; leave it out"
                 )
-        room = self.max_length - known["max_gen_toks"]
+        room = self.max_length - normalized["max_gen_toks"]
         if room < 1:
             raise UsageError(
-                f"max_gen_toks is {known['max_gen_toks']}, and the model's window is "
+                f"max_gen_toks is {normalized['max_gen_toks']}, and the model's window is "
                 f"{self.max_length} tokens; give a smaller one with --gen_kwargs max_gen_toks=N"
             )
         ids = self.tok_encode(context)
         # The text of EOS ends an answer for the harness.
         stops = [
             stop
-            for stop in handle_stop_sequences(known["until"], eos=self.tokenizer.eos_text)
+            for stop in handle_stop_sequences(normalized["until"], eos=self.tokenizer.eos_text)
             if stop
         ]
-        end = self._think_end
-        thinking = self._chat.thinking(context) if end is not None and end.engine_knows_it else None
-        while_drawing = stops if end is None or thinking is not None else []
+        think_end = self._think_end
+        thinking = (
+            self._chat.thinking(context)
+            if think_end is not None and think_end.engine_knows_it
+            else None
+        )
+        while_drawing = stops if think_end is None or thinking is not None else []
         request = GenerationRequest(
             prompt_token_ids=tuple(ids[-room:]),
-            max_tokens=known["max_gen_toks"],
-            temperature=float(known.get("temperature") or 0.0) if is_sampled else 0.0,
-            top_p=float(known.get("top_p") or from_file.top_p) if is_sampled else 1.0,
+            max_tokens=normalized["max_gen_toks"],
+            temperature=float(normalized.get("temperature") or 0.0) if is_sampled else 0.0,
+            top_p=float(normalized.get("top_p") or from_file.top_p) if is_sampled else 1.0,
             seed=int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:4], "big")
             if is_sampled
             else 0,
@@ -447,15 +453,15 @@ class FlexgenLM(TemplateLM):
 
     def _answer_text(self, completion: Completion, stops: list[str]) -> str:
         """Return the answer: behind thinking, before the first stop string."""
-        ids, end = list(completion.token_ids), self._think_end
-        if end is None or end.id not in ids:
+        ids, think_end = list(completion.token_ids), self._think_end
+        if think_end is None or think_end.id not in ids:
             return str(
                 postprocess_generated_text(
-                    self.tokenizer.decode_plain(ids), stops, end and end.text
+                    self.tokenizer.decode_plain(ids), stops, think_end and think_end.text
                 )
             )
         # By id: a special token has no text in an answer.
-        behind = ids[len(ids) - ids[::-1].index(end.id) :]
+        behind = ids[len(ids) - ids[::-1].index(think_end.id) :]
         return str(
             postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None)
         )

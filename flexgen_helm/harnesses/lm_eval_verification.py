@@ -134,24 +134,24 @@ def _check_scores(
     content: Mapping[str, Any], model: ModelArguments, lines: Mapping[str, Sequence[Any]]
 ) -> ScoreCheck:
     """Compare results, and the lines of documents, with what the harness makes of the answers."""
-    found = ScoreCheck()
+    check = ScoreCheck()
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             evaluated = _evaluate_again(content, model, lines)
     except FlexgenError as error:
         return ScoreCheck([str(error)])
     except Exception as error:  # of any task whose definition or data is not here
-        found.not_checked(
+        check.not_checked(
             f"scores, questions and right answers of {', '.join(content['configs'])}", error
         )
-        return found
+        return check
     evaluated = json.loads(json.dumps(evaluated, default=handle_non_serializable))
     for name, old in content["results"].items():
         new = evaluated["results"].get(name)
-        found.differences += disagreements(name, old, new, _SCORE_TOLERANCE)
+        check.differences += disagreements(name, old, new, _SCORE_TOLERANCE)
     for task, of_task in lines.items():
-        found.differences += _differing_documents(task, of_task, evaluated["samples"][task])
-    return found
+        check.differences += _differing_documents(task, of_task, evaluated["samples"][task])
+    return check
 
 
 def _differing_documents(
@@ -184,6 +184,13 @@ def _differing_documents(
     if len(logged) > len(old):
         sentences.append(f"{task} has {len(logged) - len(old):,} documents more than once")
     return sentences
+
+
+def _read_samples(results: Path, task: str) -> list[Any]:
+    """Return the lines of a task's documents, which lie beside its results."""
+    time = results.stem.rpartition("_")[2]  # when the harness wrote both
+    file = results.with_name(f"samples_{task}_{time}.jsonl")
+    return [json.loads(line) for line in file.read_bytes().splitlines()]
 
 
 def recorded_answers(results: Path) -> Recorded:
@@ -230,14 +237,7 @@ def recorded_answers(results: Path) -> Recorded:
 
     @cache
     def logged() -> dict[str, list[Any]]:
-        time = results.stem.rpartition("_")[2]  # when the harness wrote both
-        files = {
-            task: results.with_name(f"samples_{task}_{time}.jsonl") for task in content["configs"]
-        }
-        return {
-            task: [json.loads(line) for line in file.read_bytes().splitlines()]
-            for task, file in files.items()
-        }
+        return {task: _read_samples(results, task) for task in content["configs"]}
 
     def read() -> list[RecordedAnswer]:
         return [

@@ -93,7 +93,7 @@ class RequestBody(BaseModel):
         None,
         ge=-(2**63),
         le=2**63 - 1,
-        description=(f"a whole number, from {-(2**63):,} to {2**63 - 1:,}"),
+        description=f"a whole number, from {-(2**63):,} to {2**63 - 1:,}",
     )
     stop: _Text | list[_Text] = Field([], description="a text or a list of texts")
     user: str | None = Field(None, description="a string")
@@ -204,45 +204,47 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> RequestBody:
         raise ApiError(f"url is {_short(url)}; it must be {' or '.join(ENDPOINTS)}", "url")
     if not isinstance(body, dict):
         raise ApiError(f"body is {_short(body)}; it must be an object", "body")
-    given = {
+    fields_given = {
         name: value
         for name, value in body.items()
         if value is not None and not _is_one(value, _NONE.get(name))
     }
     if body.get("max_tokens") == -1:
-        given["max_tokens"] = None  # left out, it is 16 for a completion
+        fields_given["max_tokens"] = None  # left out, it is 16 for a completion
     streaming = () if may_stream else ("stream", "stream_options")
     known = [name for name in kind.model_fields if name not in streaming]
-    _drop_neutral(given, known, {**_NEUTRAL, **_NEUTRAL_OF[url]}, url)
+    _drop_neutral(fields_given, known, {**_NEUTRAL, **_NEUTRAL_OF[url]}, url)
     if kind is ChatBody:
-        given["messages"] = _messages(given.get("messages"))
+        fields_given["messages"] = _messages(fields_given.get("messages"))
     try:
-        asked = kind.model_validate(given)
+        parsed = kind.model_validate(fields_given)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
         name, code = str(wrong[0]["loc"][0]), _CODES.get(wrong[-1]["type"], "invalid_type")
         if any(detail["type"] == "string_unicode" for detail in wrong):
             raise ApiError(f"{name} is not valid Unicode", name, "invalid_value") from None
-        expected, shown = kind.model_fields[name].description, _short(given.get(name))
+        expected, shown = kind.model_fields[name].description, _short(fields_given.get(name))
         if kind.model_fields[name].annotation is float:
             code = code.replace("integer", "decimal")
         raise ApiError(f"{name} is {shown}; it must be {expected}", name, code) from None
-    if given.get("best_of", asked.n) != asked.n:
-        more = f"best_of is {given['best_of']}, which is not supported beyond n; leave it out"
+    if fields_given.get("best_of", parsed.n) != parsed.n:
+        more = (
+            f"best_of is {fields_given['best_of']}, which is not supported beyond n; leave it out"
+        )
         raise ApiError(more, "best_of", "unsupported_value")
-    if given.get("top_logprobs") and not given.get("logprobs"):
+    if fields_given.get("top_logprobs") and not fields_given.get("logprobs"):
         raise ApiError("top_logprobs needs logprobs", "top_logprobs", "invalid_value")
-    return asked
+    return parsed
 
 
-def _drop_neutral(given: Json, known: Sequence[str], neutral: _Values, url: str) -> None:
+def _drop_neutral(fields_given: Json, known: Sequence[str], neutral: _Values, url: str) -> None:
     """Remove fields that change nothing. Raises `ApiError` for others that are not known."""
-    for name in [name for name in given if name not in known]:
+    for name in [name for name in fields_given if name not in known]:
         if name not in neutral and name not in _IDENTIFIERS:
             meant = f"{question(name, known)}known are {', '.join(known)}"
             text = f"{_short(name)} is not supported by {url}; {meant}"
             raise ApiError(text, name[:60], "unknown_parameter")
-        value = given.pop(name)
+        value = fields_given.pop(name)
         is_neutral = (
             isinstance(value, str) if name in _IDENTIFIERS else _is_one(value, neutral[name])
         )
@@ -252,7 +254,7 @@ def _drop_neutral(given: Json, known: Sequence[str], neutral: _Values, url: str)
 
 
 def to_requests(
-    asked: RequestBody, reader: ModelReader, model: ModelArguments, seed_text: str
+    parsed: RequestBody, reader: ModelReader, model: ModelArguments, seed_text: str
 ) -> list[EncodedPrompt]:
     """Return the prompts of a body, encoded for a model.
 
@@ -261,10 +263,10 @@ def to_requests(
     """
     encoded = []
     encoder, max_positions = reader.encoder(model), reader.facts(model).max_positions
-    chat = reader.chat(model) if isinstance(asked, ChatBody) else None
-    max_tokens = asked.max_completion_tokens if isinstance(asked, ChatBody) else None
-    max_tokens = asked.max_tokens if max_tokens is None else max_tokens
-    for index, prompt in enumerate(asked.prompts):
+    chat = reader.chat(model) if isinstance(parsed, ChatBody) else None
+    max_tokens = parsed.max_completion_tokens if isinstance(parsed, ChatBody) else None
+    max_tokens = parsed.max_tokens if max_tokens is None else max_tokens
+    for index, prompt in enumerate(parsed.prompts):
         thinking = None
         if chat is not None:
             text = chat.render_messages(prompt)
@@ -279,17 +281,17 @@ def to_requests(
         request = GenerationRequest(
             prompt_token_ids=fed,
             max_tokens=max(1, max_positions - len(fed)) if max_tokens is None else max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            seed=_seed(asked, f"{seed_text}/{index}"),
-            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
-            n=asked.n,
-            echo_logprobs=isinstance(asked, CompletionBody)
-            and asked.echo
-            and asked.logprobs is not None,
-            ignore_eos=asked.ignore_eos,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            seed=_seed(parsed, f"{seed_text}/{index}"),
+            stop=(parsed.stop,) if isinstance(parsed.stop, str) else tuple(parsed.stop),
+            n=parsed.n,
+            echo_logprobs=isinstance(parsed, CompletionBody)
+            and parsed.echo
+            and parsed.logprobs is not None,
+            ignore_eos=parsed.ignore_eos,
             thinking=thinking,
-            top_logprobs=asked.num_alternatives or 0,
+            top_logprobs=parsed.num_alternatives or 0,
         )
         request.validate()
         identity = chat.identity if thinking is not None and chat is not None else None
@@ -299,11 +301,11 @@ def to_requests(
     return encoded
 
 
-def _seed(asked: RequestBody, seed_text: str) -> int:
-    if not asked.temperature:
+def _seed(parsed: RequestBody, seed_text: str) -> int:
+    if not parsed.temperature:
         return 0
-    if asked.seed is not None:
-        return asked.seed
+    if parsed.seed is not None:
+        return parsed.seed
     return int.from_bytes(
         hashlib.sha256(seed_text.encode("utf-8", "surrogatepass")).digest()[:4], "big"
     )
@@ -313,7 +315,7 @@ def _seed(asked: RequestBody, seed_text: str) -> int:
 
 
 def to_body(
-    asked: RequestBody,
+    parsed: RequestBody,
     prompts: Sequence[EncodedPrompt],
     results: Sequence[GenerationResult],
     tokenizer: Tokenizer,
@@ -324,14 +326,14 @@ def to_body(
     results: of the prompts, in order. head: `id`, `created` and `model` as they are given back;
         `id` gets a prefix.
     """
-    is_chat = isinstance(asked, ChatBody)
+    is_chat = isinstance(parsed, ChatBody)
     choices: list[Json] = []
     for prompt, result in zip(prompts, results, strict=True):
         for completion in result.completions:
-            if isinstance(asked, CompletionBody):
-                choice = _text(asked, prompt, result, completion, tokenizer)
+            if isinstance(parsed, CompletionBody):
+                choice = _text(parsed, prompt, result, completion, tokenizer)
             else:
-                choice = _message(asked, completion, tokenizer)
+                choice = _message(parsed, completion, tokenizer)
             finish_reason = "length" if completion.finish_reason == "length" else "stop"
             choices.append({"index": len(choices), **choice, "finish_reason": finish_reason})
     prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
@@ -349,9 +351,9 @@ def to_body(
     }
 
 
-def _message(asked: RequestBody, completion: Completion, tokenizer: Tokenizer) -> Json:
+def _message(parsed: RequestBody, completion: Completion, tokenizer: Tokenizer) -> Json:
     logprobs = None
-    if asked.num_alternatives is not None:
+    if parsed.num_alternatives is not None:
         tokens = [*zip(completion.tokens, completion.token_ids, completion.logprobs)]
         tops = completion.top_logprobs or [()] * len(tokens)
         logprobs = {
@@ -379,19 +381,19 @@ def _text_of(token: int, tokenizer: Tokenizer) -> str:
 
 
 def _text(
-    asked: CompletionBody,
+    parsed: CompletionBody,
     prompt: EncodedPrompt,
     result: GenerationResult,
     completion: Completion,
     tokenizer: Tokenizer,
 ) -> Json:
-    text = prompt.text + completion.text if asked.echo else completion.text
-    if asked.num_alternatives is None:
+    text = prompt.text + completion.text if parsed.echo else completion.text
+    if parsed.num_alternatives is None:
         return {"text": text, "logprobs": None}
     ids, tokens = [*completion.token_ids], [*completion.tokens]
     scores: list[float | None] = [*completion.logprobs]
     tops: list[TopLogprobs | None] = [*(completion.top_logprobs or [()] * len(ids))]
-    if asked.echo:
+    if parsed.echo:
         length = len(prompt.ids)
         ids, tokens = [*prompt.ids, *ids], [*tokenizer.token_texts(prompt.ids), *tokens]
         first = len(result.prompt_token_ids) - length
@@ -413,19 +415,19 @@ def _top(text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer) -> d
     """Return log-probabilities by text, of the token itself too; of tokens with one text the most
     probable one's.
     """
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for token, value in top:
-        found.setdefault(_text_of(token, tokenizer), value)
-    found.setdefault(text, logprob)
-    return found
+        logprobs.setdefault(_text_of(token, tokenizer), value)
+    logprobs.setdefault(text, logprob)
+    return logprobs
 
 
-def to_events(asked: RequestBody, body: Json) -> list[Json]:
+def to_events(parsed: RequestBody, body: Json) -> list[Json]:
     """Return the events of a stream that sends a body in one piece, and its usage in a last one
     where it is asked.
     """
-    with_usage = asked.stream_options.get("include_usage", False)
-    is_chat = isinstance(asked, ChatBody)
+    with_usage = parsed.stream_options.get("include_usage", False)
+    is_chat = isinstance(parsed, ChatBody)
     common = {name: body[name] for name in ("id", "created", "model")}
     common["object"] = "chat.completion.chunk" if is_chat else "text_completion"
     common |= {"usage": None} if with_usage else {}
@@ -521,10 +523,11 @@ _NEUTRAL_KEYS: _Values = {
 }
 
 
-def _is_one(value: Any, values: tuple[Any, ...] | None) -> bool:
+def _is_one(value: Any, candidates: tuple[Any, ...] | None) -> bool:
     """Whether these JSON values have this one: 0 is no false."""
     return any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values or ()
+        value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
+        for candidate in candidates or ()
     )
 
 

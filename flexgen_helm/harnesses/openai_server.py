@@ -185,10 +185,10 @@ class OpenAIServer:
 
     async def _complete(self, request: Request) -> Response:
         content = await self._read(request)
-        asked, draw_digest = await self._in_thread(_parse, request.url.path, content)
+        parsed, draw_digest = await self._in_thread(_parse, request.url.path, content)
         del content
-        self._check_model(asked.model)
-        count = len(asked.prompts) * asked.n
+        self._check_model(parsed.model)
+        count = len(parsed.prompts) * parsed.n
         if count > MAX_COMPLETIONS_PER_CALL:
             raise ApiError(
                 f"the request asks for {count:,} completions; at most "
@@ -200,10 +200,10 @@ class OpenAIServer:
             self._draws[draw_digest] += 1
             seed_text = f"{draw_digest.hex()}/{self._draws[draw_digest]}"
         prompts = await self._in_thread(
-            to_requests, asked, self._reader, self._model.arguments, seed_text
+            to_requests, parsed, self._reader, self._model.arguments, seed_text
         )
         results = await self._results(prompts)
-        return await self._in_thread(self._respond, asked, prompts, results)
+        return await self._in_thread(self._respond, parsed, prompts, results)
 
     async def _in_thread(
         self, function: Callable[[Unpack[_Arguments]], _T], *arguments: *_Arguments
@@ -243,7 +243,7 @@ class OpenAIServer:
 
     def _respond(
         self,
-        asked: RequestBody,
+        parsed: RequestBody,
         prompts: Sequence[EncodedPrompt],
         results: Sequence[GenerationResult],
     ) -> Response:
@@ -251,11 +251,11 @@ class OpenAIServer:
         keys = "".join(prompt.request.key for prompt in prompts)
         response_id = hashlib.sha256(keys.encode()).hexdigest()[:24]
         head = {"id": response_id, "created": int(time.time()), "model": self._model.name}
-        body = to_body(asked, prompts, results, tokenizer, head)
+        body = to_body(parsed, prompts, results, tokenizer, head)
         self.num_answered += 1
-        if not asked.stream:
+        if not parsed.stream:
             return _json(body)
-        events = [json.dumps(event, allow_nan=False) for event in to_events(asked, body)]
+        events = [json.dumps(event, allow_nan=False) for event in to_events(parsed, body)]
         text = "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
         return Response(text, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -266,9 +266,9 @@ class OpenAIServer:
         headers = request.headers
         host = headers.get("host", "")
         if self._key is not None:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
+            scheme, _, sent_key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(
-                given.strip().encode(), self._key.encode()
+                sent_key.strip().encode(), self._key.encode()
             ):
                 raise ApiError("the request has no valid key; send 'Authorization: Bearer KEY'",
                                code="invalid_api_key", status=401)  # fmt: skip
@@ -342,13 +342,13 @@ class _Server(uvicorn.Server):
 def _parse(url: str, content: bytes) -> tuple[RequestBody, bytes | None]:
     """Return a checked body, and its digest if it draws without a seed."""
     body = parse_json(content, "the body", "utf-8")
-    asked = parse_body(url, body, may_stream=True)
-    if not asked.temperature or asked.seed is not None:
-        return asked, None
+    parsed = parse_body(url, body, may_stream=True)
+    if not parsed.temperature or parsed.seed is not None:
+        return parsed, None
     drawn = {
         name: value for name, value in body.items() if name not in ("stream", "stream_options")
     }
-    return asked, hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).digest()
+    return parsed, hashlib.sha256(json.dumps(drawn, sort_keys=True).encode()).digest()
 
 
 def _host_name(host: str) -> str:

@@ -14,9 +14,31 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.request import GenerationRequest, GenerationResult
+
+
+class Rescored(NamedTuple):
+    """An answer with the log-probabilities of `transformers`.
+
+    contradiction: what it says against the answer; "" if nothing.
+    """
+
+    request: GenerationRequest
+    result: GenerationResult
+    contradiction: str
+
+
+class _Scores(NamedTuple):
+    """Of each token but the first its log-probability, and its lead over the most probable other
+    token; and the lead of the most probable end over all else.
+    """
+
+    logprobs: list[float]
+    leads: list[float]
+    end_lead: float
 
 
 def by_transformers(
@@ -24,22 +46,29 @@ def by_transformers(
     ends: Collection[int],
     answers: Sequence[tuple[GenerationRequest, GenerationResult]],
     tolerance: float,
-) -> Iterator[tuple[tuple[GenerationRequest, GenerationResult], str]]:
-    """Yield answers with the log-probabilities of `transformers`, and what contradicts it; "" if
-    nothing does.
+) -> Iterator[Rescored]:
+    """Yield answers as `transformers` computes them.
 
     ends: token ids. tolerance: nats by which a greedy token, or the end, may be below the most
         probable token.
     Raises `FlexgenError` where `transformers` fails.
     """
     texts = [
-        [*result.prompt_token_ids, *one.token_ids]
+        [*result.prompt_token_ids, *completion.token_ids]
         for _, result in answers
-        for one in result.completions
+        for completion in result.completions
     ]
+    scores = iter(_ask(folder, ends, texts))
+    for request, result in answers:
+        yield _rescored(request, result, [next(scores) for _ in result.completions], tolerance)
+
+
+def _ask(folder: Path, ends: Collection[int], texts: Sequence[Sequence[int]]) -> list[_Scores]:
+    """Have a process of its own score texts of token ids."""
+    end_ids = sorted(ends) or [0]  # without ends no answer has one, and its lead is not read
     done = subprocess.run(
         [sys.executable, "-P", "-m", __name__, str(folder)],
-        input="".join(json.dumps([ids, sorted(ends) or [0]]) + "\n" for ids in texts),
+        input="".join(json.dumps([ids, end_ids]) + "\n" for ids in texts),
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -50,43 +79,49 @@ def by_transformers(
             f"transformers ended with exit code {done.returncode} "
             f"({last[:300] or 'nothing said'}); it needs memory for all of {folder.name} in float32"
         )
-    scores = map(json.loads, done.stdout.splitlines())
-    for request, result in answers:
-        first, completions, least = len(result.prompt_token_ids) - 1, [], 0.0
-        for completion in result.completions:
-            logprobs, leads, end = next(scores)
-            completions.append(replace(completion, logprobs=tuple(logprobs[first:])))
-            if request.temperature == 0:
-                least = min(
-                    [least, *leads[first:], *[end] * (completion.finish_reason == "endoftext")]
-                )
-        greedy = result.prompt_greedy
-        computed = replace(
-            result,
-            completions=tuple(completions),
-            # the first token has none
-            prompt_logprobs=result.prompt_logprobs and (None, *logprobs[:first]),
-            prompt_greedy=greedy
-            and (
-                None,
-                *(
-                    lead > (-tolerance if said else tolerance)
-                    for said, lead in zip(greedy[1:], leads)
-                ),
+    return [_Scores(*json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def _rescored(
+    request: GenerationRequest,
+    result: GenerationResult,
+    scores: Sequence[_Scores],
+    tolerance: float,
+) -> Rescored:
+    """Return an answer with the scores of its completions."""
+    before_answer = len(result.prompt_token_ids) - 1
+    completions = tuple(
+        replace(completion, logprobs=tuple(score.logprobs[before_answer:]))
+        for completion, score in zip(result.completions, scores)
+    )
+    of_prompt = scores[0]  # the prompt is the same in all
+    logprobs = result.prompt_logprobs and (None, *of_prompt.logprobs[:before_answer])
+    greedy = (
+        result.prompt_greedy
+        and (  # the first token has no log-probability
+            None,
+            *(
+                lead > (-tolerance if was_greedy else tolerance)
+                for was_greedy, lead in zip(result.prompt_greedy[1:], of_prompt.leads)
             ),
         )
-        yield (
-            (request, computed),
-            f"{-least:.3g} nats below the most probable token" if least < -tolerance else "",
-        )
+    )
+    worst_lead = 0.0
+    if request.temperature == 0:
+        for completion, score in zip(result.completions, scores):
+            has_end = completion.finish_reason == "endoftext"
+            leads = [*score.leads[before_answer:], *([score.end_lead] if has_end else [])]
+            worst_lead = min([worst_lead, *leads])
+    is_contradicted = worst_lead < -tolerance
+    return Rescored(
+        request,
+        replace(result, completions=completions, prompt_logprobs=logprobs, prompt_greedy=greedy),
+        f"{-worst_lead:.3g} nats below the most probable token" if is_contradicted else "",
+    )
 
 
 def _main(folder: str) -> None:
-    """Answer lines: ids, and ids of which one may follow.
-
-    Of each token but the first its log-probability, and its lead over the most probable other
-    token; and the lead of the most probable end.
-    """
+    """Answer lines with `_Scores`: a line has token ids, and ids of which one may follow."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -101,11 +136,11 @@ def _main(folder: str) -> None:
             scored = logits[:-1].gather(1, tokens)
             logprobs = scored - logits[:-1].logsumexp(1, keepdim=True)
             leads = scored - logits[:-1].scatter(1, tokens, float("-inf")).amax(1, keepdim=True)
-            end = (
+            end_lead = (
                 logits[-1, ends].amax()
                 - logits[-1].index_fill(0, torch.tensor(ends), float("-inf")).amax()
             )
-        print(json.dumps([logprobs[:, 0].tolist(), leads[:, 0].tolist(), end.item()]))
+        print(json.dumps([logprobs[:, 0].tolist(), leads[:, 0].tolist(), end_lead.item()]))
 
 
 if __name__ == "__main__":

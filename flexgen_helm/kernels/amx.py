@@ -13,16 +13,16 @@ import ctypes
 import platform
 import sys
 import threading
-from array import array
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import ModuleType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import KINDS, empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import Loops, imported
 
@@ -40,6 +40,16 @@ _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 _LEAST_ROWS, _WIDE = {torch.bfloat16: (3, 6), torch.float16: (6, 14), torch.float32: (16, 28)}, 2048
 
 _PANEL_OUTPUTS = 32
+
+# A matrix w [outputs, width], at least 32 outputs, and its product y [T, outputs].
+MATRIX = np.dtype([(name, np.int64) for name in ("w", "w_row", "y", "outputs", "panels")])
+# What the loop is given: kind of the weights, x, T, width and columns of a block (multiples of 32),
+# rows of a block (a multiple of 16), groups of threads with different rows, memory and bytes of a
+# thread's share of it (`amx_loop.scratch_bytes`), panels of all matrices, and the matrices.
+Products = namedtuple(
+    "Products",
+    "kind x x_row count width block rows groups memory share panels num_matrices matrices",
+)
 
 _thread_local = threading.local()
 
@@ -61,7 +71,7 @@ def amx_matmul(
     if products is None:
         return None
     y = products[0][:, :outputs].contiguous()
-    return y if bias is None else add_bias(y, bias)
+    return y if bias is None else y.add_(bias)
 
 
 def amx_matmuls(
@@ -126,10 +136,11 @@ def _multiply(module: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[
     outputs = [weight.shape[0] for weight in weights]
     products = [empty((count, number)) for number in outputs]
     panels = [-(-number // module.PANEL) for number in outputs]
-    table = array("q", [weight.data_ptr() for weight in weights])
-    table.extend(weight.element_size() * weight.stride(0) for weight in weights)
-    table.extend(y.data_ptr() for y in products)
-    table.extend([*(4 * number for number in outputs), *outputs, *panels])
+    matrices = np.zeros(len(weights), MATRIX)
+    matrices["w"] = [weight.data_ptr() for weight in weights]
+    matrices["w_row"] = [weight.element_size() * weight.stride(0) for weight in weights]
+    matrices["y"] = [y.data_ptr() for y in products]
+    matrices["outputs"], matrices["panels"] = outputs, panels
     threads = team_size(count * sum(outputs) * width // _THREAD_PRODUCTS)
     groups = _row_groups(count, threads)
     # Equal blocks, nearly, of pairs of tiles.
@@ -137,24 +148,22 @@ def _multiply(module: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[
     rows = -(-group_rows // (-(-group_rows // _most_rows(width, threads)) * 32)) * 32
     block = _block(module, rows, width)
     share = module.scratch_bytes(rows, width, block)
-    arguments = [
-        KINDS[weights[0].dtype],
-        x.data_ptr(),
-        4 * x.stride(0),
-        count,
-        width,
-        block,
-        rows,
-        groups,
-    ]
-    arguments += [
-        _memory(threads * share),
-        share,
-        sum(panels),
-        len(weights),
-        table.buffer_info()[0],
-    ]
-    run_on_threads(module.multiply.address, arguments, threads)
+    given = Products(
+        kind=KINDS[weights[0].dtype],
+        x=x.data_ptr(),
+        x_row=4 * x.stride(0),
+        count=count,
+        width=width,
+        block=block,
+        rows=rows,
+        groups=groups,
+        memory=_memory(threads * share),
+        share=share,
+        panels=sum(panels),
+        num_matrices=len(weights),
+        matrices=matrices.ctypes.data,
+    )
+    run_on_threads(module.multiply, given, threads)
     return products
 
 

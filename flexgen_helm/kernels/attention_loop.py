@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
+from functools import partial
+from itertools import cycle, product
 from typing import Any
 
 import numba
@@ -13,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from flexgen_helm.kernels.attention import BLOCK_KEYS
+from flexgen_helm.kernels.attention import BLOCK_KEYS, JOB, SEGMENT, Call
 from flexgen_helm.kernels.emit import (
     CONVERTS_HALVES,
     FLOAT,
@@ -24,7 +26,6 @@ from flexgen_helm.kernels.emit import (
     VECTOR,
     Loop,
     call_llvm,
-    done,
     floats,
     half_to_float,
     integers,
@@ -32,9 +33,8 @@ from flexgen_helm.kernels.emit import (
     load,
     multiply_add,
     njit,
-    operands,
-    part_of_thread,
     pointer,
+    records,
     spread,
     store,
     transposed,
@@ -61,69 +61,67 @@ def scratch_floats(head_dim: int) -> int:
     return TILE_QUERIES * (_QUERIES + 4 * head_dim) + BLOCK_KEYS * head_dim
 
 
-@ir_statement((1, _STEP_ROWS), tuple(range(1, _QUERY_VECTORS + 1)))
-def _step(builder: Any, rows: int, vectors: int, *operands: Any) -> None:
-    """c [rows, vectors] = or += a [rows, count] b [count, vectors]; a has any distances, b and c
-    whole tiles.
+# A product of some rows with a tile: c [rows, vectors] = or += a [rows, count] b [count, vectors].
+# a has any distances, b and c whole tiles.
+# totals: 0, or rows of 64 bits which have the result instead: totals = totals shrinking + c, where
+#     c is not written.
+_Product = namedtuple("_Product", "rows vectors a a_row a_column b count c adds totals shrinking")
 
-    totals: 0, or rows of 64 bits which have the result instead: totals = totals shrinking + c,
-        where c is not written.
-    """
-    a, a_row, a_column, b, count, c, adds, totals, shrinking = operands
-    tile_bytes = 4 * TILE_QUERIES
-    targets = [
-        [builder.add(c, INT64(i * tile_bytes + 4 * LANES * j)) for j in range(vectors)]
-        for i in range(rows)
-    ]
-    zero, keeps = ir.Constant(VECTOR, [0.0] * LANES), builder.icmp_signed("!=", adds, INT64(0))
-    starts = [
-        [builder.select(keeps, load(builder, at, VECTOR, 4), zero) for at in row] for row in targets
-    ]
-    a_rows = [builder.add(a, builder.mul(a_row, INT64(i))) for i in range(rows)]
+
+@ir_statement((1, _STEP_ROWS), tuple(range(1, _QUERY_VECTORS + 1)))
+def _step(builder: Any, given: Any) -> None:
+    """Compute a product of so few rows that its sums stay in registers."""
+    rows, vectors = range(given.rows), range(given.vectors)
+    targets = _tile_vectors(builder, given.c, given)
+    zero = ir.Constant(VECTOR, [0.0] * LANES)
+    keeps = builder.icmp_signed("!=", given.adds, INT64(0))
+    starts = [builder.select(keeps, load(builder, at, VECTOR, 4), zero) for at in targets]
+    a_rows = [builder.add(given.a, builder.mul(given.a_row, INT64(i))) for i in rows]
     before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
     number, b_at, a_at = builder.phi(INT64), builder.phi(INT64), builder.phi(INT64)
-    sums = [[builder.phi(VECTOR) for _ in range(vectors)] for _ in range(rows)]
-    values = [
-        load(builder, builder.add(b_at, INT64(4 * LANES * j)), VECTOR, 4) for j in range(vectors)
-    ]
-    results = []
-    for row, row_sums in zip(a_rows, sums):
+    sums = [builder.phi(VECTOR) for _ in targets]
+    values = [load(builder, builder.add(b_at, INT64(4 * LANES * j)), VECTOR, 4) for j in vectors]
+    results: list[Any] = []
+    for row in a_rows:
         factor = spread(builder, load(builder, builder.add(row, a_at), FLOAT, 4))
-        results.append(
-            [multiply_add(builder, factor, value, total) for value, total in zip(values, row_sums)]
-        )
-    for total, start, result in zip(chain(*sums), chain(*starts), chain(*results)):
-        total.add_incoming(start, before)
-        total.add_incoming(result, loop)
+        totals = sums[len(results) :]
+        results += [multiply_add(builder, factor, *pair) for pair in zip(values, totals)]
     following = builder.add(number, INT64(1))
     for phi, start, result in (
+        *zip(sums, starts, results),
         (number, INT64(0), following),
-        (b_at, b, builder.add(b_at, INT64(tile_bytes))),
-        (a_at, INT64(0), builder.add(a_at, a_column)),
+        (b_at, given.b, builder.add(b_at, INT64(_ROW_BYTES))),
+        (a_at, INT64(0), builder.add(a_at, given.a_column)),
     ):
         phi.add_incoming(start, before)
         phi.add_incoming(result, loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, behind)
+    builder.cbranch(builder.icmp_signed("<", following, given.count), loop, behind)
     builder.position_at_end(behind)
-    with builder.if_else(builder.icmp_signed("==", totals, INT64(0))) as (is_part, is_whole):
+    with builder.if_else(builder.icmp_signed("==", given.totals, INT64(0))) as (is_part, is_whole):
         with is_part:
-            for at, result in zip(chain(*targets), chain(*results)):
+            for at, result in zip(targets, results):
                 store(builder, result, at, 4)
         with is_whole:
-            starts = [builder.add(shrinking, INT64(4 * LANES * j)) for j in range(vectors)]
-            factors = [_wide(builder, load(builder, at, VECTOR, 4)) for at in starts]
-            for i, row in enumerate(results):
-                for j, result in enumerate(row):
-                    at = builder.add(totals, INT64(2 * (i * tile_bytes + 4 * LANES * j)))
-                    total = load(builder, at, _WIDE, 8)
-                    store(
-                        builder,
-                        multiply_add(builder, total, factors[j], _wide(builder, result)),
-                        at,
-                        8,
-                    )
+            _add_to_totals(builder, given, results)
+
+
+def _tile_vectors(builder: Any, first: Any, given: Any, size: int = 4) -> list[Any]:
+    """Addresses of the vectors of some rows of a tile, row by row; size: bytes of an element."""
+    return [
+        builder.add(first, INT64(size * (i * TILE_QUERIES + LANES * j)))
+        for i, j in product(range(given.rows), range(given.vectors))
+    ]
+
+
+def _add_to_totals(builder: Any, given: Any, results: list[Any]) -> None:
+    starts = [builder.add(given.shrinking, INT64(4 * LANES * j)) for j in range(given.vectors)]
+    factors = [_wide(builder, load(builder, at, VECTOR, 4)) for at in starts]
+    targets = _tile_vectors(builder, given.totals, given, size=8)
+    for at, factor, result in zip(targets, cycle(factors), results):
+        total = load(builder, at, _WIDE, 8)
+        store(builder, multiply_add(builder, total, factor, _wide(builder, result)), at, 8)
 
 
 # Sums over all blocks: what each adds to a sum of a hundred thousand keys would be lost in 32 bits.
@@ -305,62 +303,26 @@ def _as_float32(kind: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any,
 
 
 @njit
-def _score_keys(
-    keys: Any, row_bytes: Any, queries: Any, size: Any, scores: Any, count: Any, vectors: Any
-) -> None:
-    """Scores [count, queries] of keys [count, size]."""
+def _multiply(given: Any) -> None:
+    """Compute a product of any number of rows."""
     at = 0
-    while at < count:
-        step = _STEP_ROWS if at + _STEP_ROWS <= count else 1
+    while at < given.rows:
         _step(
-            (
-                step,
-                vectors,
-                keys + at * row_bytes,
-                row_bytes,
-                4,
-                queries,
-                size,
-                scores + at * _ROW_BYTES,
-                0,
-                0,
-                0,
+            _Product(
+                rows=_STEP_ROWS if at + _STEP_ROWS <= given.rows else 1,
+                vectors=given.vectors,
+                a=given.a + at * given.a_row,
+                a_row=given.a_row,
+                a_column=given.a_column,
+                b=given.b,
+                count=given.count,
+                c=given.c + at * _ROW_BYTES,
+                adds=given.adds,
+                totals=given.totals + 2 * at * _ROW_BYTES if given.totals else 0,
+                shrinking=given.shrinking,
             )
         )
-        at += step
-
-
-@njit
-def _add_values(
-    values: Any, row_bytes: Any, weights: Any, count: Any, outputs: Any, size: Any, vectors: Any,
-    adds: Any, totals: Any, shrinking: Any,
-) -> None:  # fmt: skip
-    """Add values [count, size] times weights [count, queries] to a block's outputs [size, queries];
-    adds: 0 begins.
-
-    totals: of all blocks, to which the block's outputs are added with their last values; 0 before.
-    """
-    at = 0
-    while at < size:
-        step = _STEP_ROWS if at + _STEP_ROWS <= size else 1
-        whole = totals + 2 * at * _ROW_BYTES if totals else 0
-        part = outputs + at * _ROW_BYTES
-        _step(
-            (
-                step,
-                vectors,
-                values + 4 * at,
-                4,
-                row_bytes,
-                weights,
-                count,
-                part,
-                adds,
-                whole,
-                shrinking,
-            )
-        )
-        at += step
+        at += _STEP_ROWS if at + _STEP_ROWS <= given.rows else 1
 
 
 # A score that a query starts with: less than any, and its difference from minus infinity is no NaN.
@@ -375,166 +337,216 @@ def _oldest(position: Any, window: Any, is_chunked: Any) -> Any:
     return position // window * window if is_chunked else position + 1 - window
 
 
-@njit
-def _attend_tile(given: Any, scratch: Any, job: Any, head: Any, first_row: Any) -> None:
-    """Attention of a tile: some of a job's (token, query head) pairs of one key head, over its
-    segments.
+# Some of a job's (token, query head) pairs of one key head, and addresses in a thread's memory.
+_Tile = namedtuple(
+    "_Tile", "head first_row rows vectors memory queries of_block totals wide lanes turned"
+)
 
-    Products have keys or elements of a head for rows, and queries for columns, so keys and values
-    are read as they are, and a query's maximum is that of a column.
-    """
-    segments, q, q_row, q_head, out, out_row, out_head, lse, state, heads = given[2:12]
-    group, size, window, factors, positions, all_slopes, is_chunked, kind = given[12:20]
-    scale, cap = floats(factors, 1)[0], floats(factors + 4, 1)[0]
-    bends, token = cap != 0.0 or all_slopes != 0, job[0]
-    begin, is_whole, follows, all_heads = job[4], job[5] == 0, job[4] > 0, heads * group
-    position = integers(positions + 8 * token, job[1])
-    rows = min(TILE_QUERIES, job[1] * group - first_row)
-    tile = numba.carray(pointer(scratch), (_QUERIES + size, TILE_QUERIES), np.float32)
-    queries, of_block = scratch + _QUERIES * _ROW_BYTES, scratch + (_QUERIES + size) * _ROW_BYTES
-    scores, totals = scratch + _SCORES * _ROW_BYTES, of_block + size * _ROW_BYTES
-    wide, outputs = (
-        totals + 2 * size * _ROW_BYTES,
-        numba.carray(pointer(totals), (size, TILE_QUERIES), np.float64),
+
+@njit
+def _tile_at(given: Any, job: Any, head: Any, first_row: Any, memory: Any) -> Any:
+    rows = min(TILE_QUERIES, job.count * given.group - first_row)
+    vectors, size = (rows + LANES - 1) // LANES, given.dim
+    of_block = memory + (_QUERIES + size) * _ROW_BYTES
+    totals = of_block + size * _ROW_BYTES
+    return _Tile(
+        head=head,
+        first_row=first_row,
+        rows=rows,
+        vectors=vectors,
+        memory=memory,
+        queries=memory + _QUERIES * _ROW_BYTES,
+        of_block=of_block,
+        totals=totals,
+        wide=totals + 2 * size * _ROW_BYTES,
+        lanes=vectors * LANES,
+        turned=size // LANES * LANES,
     )
-    sums = numba.carray(pointer(scratch + _SUM * _ROW_BYTES), TILE_QUERIES, np.float64)
-    addresses = integers(scratch + _ADDRESSES * _ROW_BYTES, TILE_QUERIES)
-    vectors, turned = (rows + LANES - 1) // LANES, size // LANES * LANES
-    lanes = vectors * LANES
-    tile[_SLOPE], sums[:], outputs[:, :lanes] = 0, 0, 0
-    for lane in range(lanes):  # those behind the last row repeat it
-        row = first_row + min(lane, rows - 1)
-        row_token, row_head = token + row // group, head * group + row % group
-        addresses[lane] = q + row_token * q_row + row_head * q_head
+
+
+@njit
+def _numbers(given: Any, tile: Any) -> tuple[Any, Any, Any, Any]:
+    """View a tile's rows and queries, its sums, its outputs in 64 bits, and its addresses."""
+    size, memory = given.dim, tile.memory
+    return (
+        numba.carray(pointer(memory), (_QUERIES + size, TILE_QUERIES), np.float32),
+        numba.carray(pointer(memory + _SUM * _ROW_BYTES), TILE_QUERIES, np.float64),
+        numba.carray(pointer(tile.totals), (size, TILE_QUERIES), np.float64),
+        integers(memory + _ADDRESSES * _ROW_BYTES, TILE_QUERIES),
+    )
+
+
+@njit
+def _token_and_head(given: Any, job: Any, tile: Any, lane: Any) -> tuple[Any, Any]:
+    """Return whose query a lane is; those behind the last row repeat it."""
+    row = tile.first_row + min(lane, tile.rows - 1)
+    return job.token + row // given.group, tile.head * given.group + row % given.group
+
+
+@njit
+def _kept(given: Any, token: Any, head: Any) -> tuple[Any, Any]:
+    """View what a query's next job goes on from, and its log-sum-exp."""
+    number, size = token * given.key_heads * given.group + head, given.dim + 1
+    state = numba.carray(pointer(given.state + 8 * size * number), size, np.float64)
+    return state, floats(given.lse + 4 * number, 1)
+
+
+@njit
+def _begin_tile(given: Any, job: Any, tile: Any) -> None:
+    """Load queries, times the scale, and what the jobs before have left; say what each sees."""
+    numbers, sums, outputs, addresses = _numbers(given, tile)
+    size, scale = given.dim, floats(given.factors, 1)[0]
+    positions = integers(given.positions, job.token + job.count)
+    numbers[_SLOPE], sums[:], outputs[:, : tile.lanes] = 0, 0, 0
+    for lane in range(tile.lanes):
+        token, head = _token_and_head(given, job, tile, lane)
+        addresses[lane] = given.q + token * given.q_row + head * given.q_head
         query = floats(addresses[lane], size)
-        for element in range(turned, size):
-            tile[_QUERIES + element, lane] = query[element] * scale
-        tile[_MAXIMUM, lane] = _LEAST
-        if follows:
-            number = row_token * all_heads + row_head
-            before = numba.carray(pointer(state + 8 * (size + 1) * number), size + 1, np.float64)
+        for element in range(tile.turned, size):
+            numbers[_QUERIES + element, lane] = query[element] * scale
+        numbers[_MAXIMUM, lane] = _LEAST
+        if job.begin > 0:
+            before, lse = _kept(given, token, head)
             for element in range(size):
                 outputs[element, lane] = before[element]
-            tile[_MAXIMUM, lane], sums[lane] = floats(lse + 4 * number, 1)[0], before[size]
-        if all_slopes:
-            tile[_SLOPE, lane] = floats(all_slopes + 4 * row_head, 1)[0]
-        at = position[row // group]
-        tile[_LOW, lane], tile[_HIGH, lane], tile[_DISTANCE, lane] = (
-            _oldest(at, window, is_chunked),
-            at + 1,
-            -at,
-        )
-    for lane in range(0, lanes, LANES):
-        for element in range(0, turned, LANES):
-            at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
-            _turn_in((at, 4 * element, factors, queries + element * _ROW_BYTES + 4 * lane))
-    seen_by = position[first_row // group : (first_row + rows - 1) // group + 1]
-    first_position, last_position = seen_by.min(), seen_by.max()
-    first_segment, last_segment = (
-        integers(segments + 64 * job[2], 8),
-        integers(segments + 64 * (job[3] - 1), 8),
-    )
-    end = min(last_position + 1, last_segment[6] + last_segment[7])
-    end = end if is_whole else min(end, job[5])
-    all_see_to, all_see_from = first_position + 1, _oldest(last_position, window, is_chunked)
-    # Blocks lie at multiples of their size, so a query's sums depend neither on segments nor on
-    # others of its tile.
-    oldest = max(
-        begin,
-        first_segment[7],
-        _oldest(first_position, window, is_chunked) // BLOCK_KEYS * BLOCK_KEYS,
-    )
-    for block in range(oldest // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
-        block_begin, block_end = max(block, first_segment[7]), min(block + BLOCK_KEYS, end)
-        # scores of all pieces, their weights, and the values of all pieces
-        for is_value in range(2):
-            for number in range(job[2], job[3]):
-                segment = integers(segments + 64 * number, 8)
-                start, row_bytes = segment[7], segment[2 + is_value]
-                key, end_key = max(start, block_begin), min(start + segment[6], block_end)
-                count, of_keys = end_key - key, scores + (key - block_begin) * _ROW_BYTES
-                if count <= 0:
-                    continue
-                piece = segment[is_value] + head * segment[4 + is_value] + (key - start) * row_bytes
-                converted = numba.carray(pointer(wide), (count, size), np.float32)
-                piece, row_bytes = _as_float32(kind, piece, row_bytes, converted)
-                if is_value:
-                    to, adds = totals if end_key == block_end else 0, 1 if key > block_begin else 0
-                    shrinking = scratch + _SHRINKING * _ROW_BYTES
-                    _add_values(
-                        piece,
-                        row_bytes,
-                        of_keys,
-                        count,
-                        of_block,
-                        size,
-                        vectors,
-                        adds,
-                        to,
-                        shrinking,
-                    )
-                else:
-                    _score_keys(piece, row_bytes, queries, size, of_keys, count, vectors)
-            if not is_value:
-                count = block_end - block_begin
-                if bends:
-                    _bend(tile, lanes, count, block_begin, cap)
-                is_masked = block_begin < all_see_from or block_end > all_see_to
-                _soften((vectors, count, block_begin if is_masked else -1, scratch))
-    for lane in range(lanes):
-        row = first_row + min(lane, rows - 1)
-        row_token, row_head = token + row // group, head * group + row % group
-        number, weight = row_token * all_heads + row_head, tile[_MAXIMUM, lane]
-        addresses[lane] = out + row_token * out_row + row_head * out_head
-        if not is_whole:
-            floats(lse + 4 * number, 1)[0] = weight
-            after = numba.carray(pointer(state + 8 * (size + 1) * number), size + 1, np.float64)
-            for element in range(size):
-                after[element] = outputs[element, lane]
-            after[size] = sums[lane]
+            numbers[_MAXIMUM, lane], sums[lane] = lse[0], before[size]
+        if given.slopes:
+            numbers[_SLOPE, lane] = floats(given.slopes + 4 * head, 1)[0]
+        at = positions[token]
+        numbers[_LOW, lane] = _oldest(at, given.window, given.is_chunked)
+        numbers[_HIGH, lane], numbers[_DISTANCE, lane] = at + 1, -at
+    for lane in range(0, tile.lanes, LANES):
+        at = np.int64(addresses.ctypes.data) + 8 * lane
+        for element in range(0, tile.turned, LANES):
+            target = tile.queries + element * _ROW_BYTES + 4 * lane
+            _turn_in((at, 4 * element, given.factors, target))
+
+
+@njit
+def _multiply_block(given: Any, job: Any, tile: Any, keys: tuple[Any, Any], is_values: Any) -> None:
+    """Score a block's keys, or add its values times their weights, piece by piece of its segments.
+
+    keys: the first position, and the one behind the last.
+    """
+    block_begin, block_end = keys
+    size, segments = given.dim, records(given.segments, job.last_segment, SEGMENT)
+    for number in range(job.segment, job.last_segment):
+        segment = segments[number]
+        start, row_bytes = segment.position, segment.row_bytes[is_values]
+        key, end_key = max(start, block_begin), min(start + segment.length, block_end)
+        count = end_key - key
+        if count <= 0:
             continue
+        of_keys = tile.memory + (_SCORES + key - block_begin) * _ROW_BYTES
+        first = segment.address[is_values] + tile.head * segment.head_bytes[is_values]
+        converted = numba.carray(pointer(tile.wide), (count, size), np.float32)
+        piece, row_bytes = _as_float32(
+            given.kind, first + (key - start) * row_bytes, row_bytes, converted
+        )
+        if is_values:
+            adds, totals = np.int64(key > block_begin), tile.totals if end_key == block_end else 0
+            shrinking, outputs = tile.memory + _SHRINKING * _ROW_BYTES, tile.of_block
+            _multiply(
+                _Product(
+                    size, tile.vectors, piece, 4, row_bytes, of_keys, count, outputs, adds, totals,
+                    shrinking,
+                )
+            )  # fmt: skip
+        else:
+            _multiply(
+                _Product(
+                    count, tile.vectors, piece, row_bytes, 4, tile.queries, size, of_keys, 0, 0, 0
+                )
+            )
+
+
+@njit
+def _attend_blocks(given: Any, job: Any, tile: Any) -> tuple[Any, Any]:
+    """Add up the blocks of keys that a tile sees; return the first position, and the one behind
+    the last.
+
+    Products have keys or elements of a head for rows, and queries for columns, so keys and values
+    are read as they are, and a query's maximum is that of a column. Blocks lie at multiples of
+    their size, so a query's sums depend neither on segments nor on others of its tile.
+    """
+    numbers, window, is_chunked = _numbers(given, tile)[0], given.window, given.is_chunked
+    positions = integers(given.positions + 8 * job.token, job.count)
+    last_row = tile.first_row + tile.rows - 1
+    seen_by = positions[tile.first_row // given.group : last_row // given.group + 1]
+    earliest, latest = seen_by.min(), seen_by.max()
+    segments = records(given.segments, job.last_segment, SEGMENT)
+    first, last = segments[job.segment].position, segments[job.last_segment - 1]
+    end = min(latest + 1, last.length + last.position)
+    end = min(end, job.end) if job.end else end
+    all_see_from, cap = _oldest(latest, window, is_chunked), floats(given.factors + 4, 1)[0]
+    oldest = _oldest(earliest, window, is_chunked) // BLOCK_KEYS * BLOCK_KEYS
+    oldest = max(job.begin, first, oldest) // BLOCK_KEYS * BLOCK_KEYS
+    for block in range(oldest, end, BLOCK_KEYS):
+        keys = max(block, first), min(block + BLOCK_KEYS, end)
+        count = keys[1] - keys[0]
+        _multiply_block(given, job, tile, keys, 0)
+        if cap != 0.0 or given.slopes != 0:
+            _bend(numbers, tile.lanes, count, keys[0], cap)
+        is_masked = keys[0] < all_see_from or keys[1] > earliest + 1
+        _soften((tile.vectors, count, keys[0] if is_masked else -1, tile.memory))
+        _multiply_block(given, job, tile, keys, 1)
+    return first, end
+
+
+@njit
+def _end_tile(given: Any, job: Any, tile: Any, keys: tuple[Any, Any]) -> None:
+    """Write results, or leave sums for the next job of the tokens.
+
+    keys: as `_attend_blocks` returns them.
+    """
+    numbers, sums, outputs, addresses = _numbers(given, tile)
+    for lane in range(tile.lanes):
+        token, head = _token_and_head(given, job, tile, lane)
+        state, lse = _kept(given, token, head)
+        if job.end:
+            for element in range(given.dim):
+                state[element] = outputs[element, lane]
+            state[given.dim], lse[0] = sums[lane], numbers[_MAXIMUM, lane]
+            continue
+        addresses[lane] = given.out + token * given.out_row + head * given.out_head
+        weight = numbers[_MAXIMUM, lane]
         # all scores are minus infinity: no number, as elsewhere; or no key is seen
         if sums[lane] == 0:
-            sees = max(tile[_LOW, lane], np.float32(first_segment[7])) < min(
-                tile[_HIGH, lane], np.float32(end)
-            )
+            low = max(numbers[_LOW, lane], np.float32(keys[0]))
+            sees = low < min(numbers[_HIGH, lane], np.float32(keys[1]))
             sums[lane] = np.nan if sees else 1
             weight = np.float32(-np.inf)
-        floats(lse + 4 * number, 1)[0] = np.float32(math.log(sums[lane]) + weight)
-        result = floats(addresses[lane], size)
-        for element in range(turned, size):
+        lse[0] = np.float32(math.log(sums[lane]) + weight)
+        result = floats(addresses[lane], given.dim)
+        for element in range(tile.turned, given.dim):
             result[element] = outputs[element, lane] / sums[lane]
-    for lane in range(0, lanes if is_whole else 0, LANES):
-        at = scratch + _ADDRESSES * _ROW_BYTES + 8 * lane
-        for element in range(0, turned, LANES):
-            source = totals + 2 * (element * _ROW_BYTES + 4 * lane)
-            _turn_out((source, scratch + _SUM * _ROW_BYTES + 8 * lane, at, 4 * element))
+    for lane in range(0, 0 if job.end else tile.lanes, LANES):
+        at = np.int64(addresses.ctypes.data) + 8 * lane
+        of_sums = np.int64(sums.ctypes.data) + 8 * lane
+        for element in range(0, tile.turned, LANES):
+            source = tile.totals + 2 * (element * _ROW_BYTES + 4 * lane)
+            _turn_out((source, of_sums, at, 4 * element))
 
 
-@Loop
-def attend(address: Any) -> None:
+@partial(Loop, Call)
+def attend(given: Any, part: Any, parts: Any) -> None:
     """Attention of tokens to the segments of keys that each sees, up to its position.
 
-    Arguments: jobs and their number, segments, q, bytes of its rows and heads, out, bytes of its
-    rows and heads, the log-sum-exps, what later jobs go on from, key heads, query heads of one,
-    elements of a head, window (0: none), address of scale and soft cap (0: none), positions of all
-    tokens, each head's slope (0: none), whether positions are divided into chunks of the window,
-    the kind of keys' and values' elements, scratch memory, its bytes for a thread.
-    A job has 6 integers: first token, tokens, its first segment, the one behind its last, the first
-    key position that it takes, and the one behind the last (0: all). The next job of its tokens,
-    which begins where it ends, goes on from what it leaves in 64 bits: outputs [D] before the
-    division and the sum; maxima in place of the log-sum-exps.
-    A segment has 8: addresses of keys and values, bytes of their rows, bytes of their heads,
-    length, first position.
-    Each of a job begins where the one before it ends.
+    Numbers of `Call`: the addresses of jobs and segments (`JOB`, `SEGMENT`), of tensors, of scale
+    and soft cap (0: none), of each head's slope (0: none), and of scratch memory; bytes of rows and
+    heads, and of a thread's memory; query heads of a key head, elements of a head.
+    The next job of some tokens goes on from what the one before has left in 64 bits in `state`:
+    outputs [D] before the division and the sum; maxima in place of the log-sum-exps.
     """
-    part, parts = part_of_thread(address)
-    given = operands(address, 22)
-    jobs, group, number = integers(given[0], 6 * given[1]).reshape((given[1], 6)), given[12], 0
+    jobs, number = records(given.jobs, given.num_jobs, JOB), 0
+    memory = given.scratch + part * given.scratch_bytes
     for index in range(len(jobs)):
-        for head in range(given[11]):
-            for first_row in range(0, jobs[index, 1] * group, TILE_QUERIES):
+        job = jobs[index]
+        for head in range(given.key_heads):
+            for first_row in range(0, job.count * given.group, TILE_QUERIES):
                 if number % parts == part:
-                    _attend_tile(given, given[20] + part * given[21], jobs[index], head, first_row)
+                    tile = _tile_at(given, job, head, first_row, memory)
+                    _begin_tile(given, job, tile)
+                    keys = _attend_blocks(given, job, tile)
+                    _end_tile(given, job, tile, keys)
                 number += 1
-    done(address, part)

@@ -1,9 +1,9 @@
 """Building blocks of the compiled loops, with code in LLVM's language (IR) for what Python cannot
 say.
 
-`Loop` compiles one, which begins with `part_of_thread` and `operands`, and ends with `done`.
-`floats` and `integers` view memory. `ir_statement` and `ir_expression` make functions that loops
-call, of functions that write IR. The others write such IR.
+`Loop` compiles one. `floats`, `integers` and `records` view memory. `ir_statement` and
+`ir_expression` make functions that loops call, of functions that write IR. The others write such
+IR.
 
 numba compiles them for the processor at hand, or for the one that NUMBA_CPU_NAME and
 NUMBA_CPU_FEATURES name.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import cache, cached_property, reduce
 from itertools import product
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import llvmlite.binding
@@ -60,26 +61,35 @@ njit: Callable[[Callable[..., Any]], Any] = numba.njit(error_model="numpy")
 class Loop:
     """A function that OpenMP's threads call with one address, of its header
     (`team.run_on_threads`).
+
+        @partial(Loop, namedtuple("Row", "x width"))
+        def double(given, part, parts): …           given.x and given.width are integers
+
+    arguments: names what it is given behind the header.
+    body: also gets the number of this thread's part of the work, and of parts.
     """
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
+    def __init__(self, arguments: Any, body: Any) -> None:
+        self._arguments, self.body = arguments, body
 
     @cached_property
     def address(self) -> int:
         """Compile it for this processor, or take what an earlier process compiled."""
-        # numba keeps what it compiled by name, until the function's file changes. It calls some of
-        # other files: with the digest of all sources in its name, a change anywhere compiles it
-        # again.
-        self._function.__qualname__ = f"{self._function.__name__}_{_digest()}"
+        # numba keeps what it compiled by name, until this file changes. With the digest of all
+        # sources in its name, a change anywhere compiles it again.
+        folder = Path(self.body.__code__.co_filename).parent
+        name = f"{self.body.__name__}_{_digest(folder)}"
+        names = {"_body": njit(self.body), "_arguments": _reader_of(self._arguments)}
+        entry = FunctionType(_entry.__code__, {**globals(), **names}, name)
+        entry.__qualname__ = name
         try:
-            return self._compile(cache=True)
+            return self._compile(entry, cache=True)
         except (RuntimeError, OSError):  # numba may write nowhere, or what it writes has no room
-            return self._compile(cache=False)
+            return self._compile(entry, cache=False)
         except Exception as error:
             if type(error).__name__ not in ("EOFError", "UnpicklingError"):
                 raise
-            folder = Path(FunctionCache(self._function).cache_path)
+            folder = Path(FunctionCache(entry).cache_path)
             for path in folder.glob("*.nb[ic]"):
                 path.unlink(missing_ok=True)
             report(
@@ -88,34 +98,53 @@ class Loop:
                     "compiles again"
                 )
             )
-            return self._compile(cache=True)
+            return self._compile(entry, cache=True)
 
-    def _compile(self, cache: bool) -> int:
-        compiled: Any = numba.cfunc(types.void(int64), cache=cache, error_model="numpy")(
-            self._function
-        )
+    def _compile(self, entry: Any, cache: bool) -> int:
+        compiled: Any = numba.cfunc(types.void(int64), cache=cache, error_model="numpy")(entry)
         return int(compiled.address)
 
 
 @cache
-def _digest() -> str:
-    """Return the digest of the sources of all loops."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+def _digest(folder: Path) -> str:
+    """Return the digest of the sources that loops in a folder call."""
+    sources = sorted({*Path(__file__).parent.glob("*.py"), *folder.glob("*.py")})
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
+# What `Loop` sets for a loop.
+_body: Any = None
+_arguments: Any = None
+
+
+def _entry(address: Any) -> None:
+    """What C calls. A part that is not done in the end has raised."""
+    header = integers(address, 2)
+    part, parts = np.int64(0), np.int64(1)
+    if header[0] != 0:
+        part, parts = np.int64(_call(header[0])), np.int64(_call(header[1]))
+    # the word of a part, before the header
+    state = integers(address - 8 - 8 * part, 1)
+    state[0] = BEGUN
+    _body(_arguments(address), part, parts)
+    state[0] = DONE
+
+
 def ir_statement(*choices: tuple[int, ...]) -> Callable[[Callable[..., None]], Any]:
-    """Let loops call a function that writes IR; they pass a tuple of integers.
+    """Let loops call a function that writes IR; they pass a tuple of integers, or a named one.
 
         @ir_statement((1, 2))
         def _add(builder, count, target): …    a loop calls _add((count, target)); count is 1 or 2
 
     choices: what the first integers may be. There is code for each combination, for which the
         function gets Python's numbers; of the integers behind them it gets values of the IR.
+    A named tuple is given as one, others as arguments.
     """
 
     def decorate(emit: Callable[..., None]) -> Any:
         def call(typing: Any, integers: Any) -> Any:
+            named = getattr(integers, "instance_class", None)
+
             def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
                 given = [
                     context.cast(builder, value, kind, int64)
@@ -127,7 +156,8 @@ def ir_statement(*choices: tuple[int, ...]) -> Callable[[Callable[..., None]], A
                         for value, number in zip(given, case)
                     ]
                     with builder.if_then(reduce(builder.and_, equal, cgutils.true_bit)):
-                        emit(builder, *case, *given[len(case) :])
+                        values = *case, *given[len(case) :]
+                        emit(builder, *(values if named is None else [named(*values)]))
 
             return types.void(integers), generate
 
@@ -176,51 +206,28 @@ def integers(address: Any, count: Any) -> Any:
     return numba.carray(pointer(address), count, np.int64)
 
 
+@njit
+def records(address: Any, count: Any, kind: Any) -> Any:
+    """View neighbouring records of a structured dtype."""
+    return numba.carray(pointer(address), count, kind)
+
+
 _HEADER_BYTES = 16  # of two numbers (`team.run_on_threads`)
 
 
-def _operands(typing: Any, address: Any, count: Any) -> Any:
-    """Return the arguments of a loop, behind its header, as a tuple of so many integers."""
-    result = types.UniTuple(int64, count.literal_value)
+def _reader_of(arguments: Any) -> Any:
+    """Return a function that reads the arguments of a loop, behind its header."""
+    result = types.NamedUniTuple(int64, len(arguments._fields), arguments)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        addresses = [
-            builder.add(arguments[0], INT64(_HEADER_BYTES + 8 * number))
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        first = builder.add(given[0], INT64(_HEADER_BYTES))
+        values = [
+            load(builder, builder.add(first, INT64(8 * number)), INT64, 8)
             for number in range(len(result))
         ]
-        return context.make_tuple(
-            builder, result, [load(builder, address, INT64, 8) for address in addresses]
-        )
+        return context.make_tuple(builder, result, values)
 
-    return result(int64, count), generate
-
-
-operands: Any = intrinsic(prefer_literal=True)(_operands)
-
-
-@njit
-def _state(address: Any, part: Any) -> Any:
-    """View the word of a part, before the header."""
-    return integers(address - 8 - 8 * part, 1)
-
-
-@njit
-def part_of_thread(address: Any) -> tuple[Any, Any]:
-    """Return this thread's part of the work, and how many parts there are; a loop calls it
-    first.
-    """
-    header = integers(address, 2)
-    part, parts = np.int64(0), np.int64(1)
-    if header[0] != 0:
-        part, parts = np.int64(_call(header[0])), np.int64(_call(header[1]))
-    _state(address, part)[0] = BEGUN
-    return part, parts
-
-
-@njit
-def done(address: Any, part: Any) -> None:
-    """Say that this thread's part is done; a loop calls it last, so one that raised is seen."""
-    _state(address, part)[0] = DONE
+    return intrinsic(lambda typing, address: (result(int64), generate))
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:

@@ -4,22 +4,22 @@ new tokens.
 Each number is computed by the same operations wherever it is, so rows do not depend on their
 number.
 
-Each thread of a team calls a loop with the address of the call's 64-bit numbers: a header, and what
-`operands` returns in the order of "Arguments". Tensors are given by their addresses.
-`part_of_thread` says which share of the rows is this thread's, and `done` reports that it is
-computed (`kernels.emit`, `kernels.team`).
+Arguments are those of `layer_rows`; tensors are given by their addresses, distances in bytes. Each
+thread computes its share of the rows (`emit.Loop`, `team`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
 
-from flexgen_helm.kernels.emit import Loop, done, floats, integers, njit, operands, part_of_thread
+from flexgen_helm.kernels.emit import Loop, floats, integers, njit
+from flexgen_helm.kernels.layer_rows import GateRows, NormRows, PutRows, RotateRows
 
-SILU, GELU_TANH, ADD = range(3)
+ACTIVATIONS = ("silu", "gelu_tanh")
 _ONE = np.float32(1)
 _SUMMED_AT_ONCE = 512
 
@@ -43,50 +43,43 @@ def _sum_of_squares(address: Any, width: Any) -> Any:
     return np.float32(total)
 
 
-@Loop
-def norm_rows(address: Any) -> None:
-    """y = x / sqrt(mean(x^2) + eps) (weight + more), by rows.
+@partial(Loop, NormRows)
+def norm_rows(given: Any, part: Any, parts: Any) -> None:
+    """y = x / sqrt(mean(x^2) + eps) (weight + more), by rows; y without gaps.
 
-    Arguments: x, bytes of its rows, y without gaps, weight, rows, width, address of eps and more in
-        float32.
+    constants: the address of eps and more in float32.
     """
-    part, parts = part_of_thread(address)
-    source, row_bytes, target, weights, count, width, numbers = operands(address, 7)
-    constants, weight = floats(numbers, 2), floats(weights, width)
-    for number in range(count * part // parts, count * (part + 1) // parts):
-        row = source + number * row_bytes
-        x, y = floats(row, width), floats(target + number * width * 4, width)
+    width, constants = given.width, floats(given.constants, 2)
+    weight = floats(given.weight, width)
+    for number in range(given.rows * part // parts, given.rows * (part + 1) // parts):
+        row = given.x + number * given.x_row
+        x, y = floats(row, width), floats(given.y + number * width * 4, width)
         scale = _ONE / np.sqrt(_sum_of_squares(row, width) / np.float32(width) + constants[0])
         for i in range(width):
             y[i] = x[i] * scale * (weight[i] + constants[1])
-    done(address, part)
 
 
-@Loop
-def rotate_rows(address: Any) -> None:
+@partial(Loop, RotateRows)
+def rotate_rows(given: Any, part: Any, parts: Any) -> None:
     """Rotate the halves of the first `size` elements of each head against each other; the others
-    are copied.
-
-    Arguments: x, bytes of its tokens and heads, y without gaps, cosines and sines [tokens, size],
-    tokens, heads, elements of a head, size.
+    are copied. y without gaps; cosines and sines: [tokens, size].
     """
-    part, parts = part_of_thread(address)
-    source, token_bytes, head_bytes, target, cosines, sines, tokens, heads, width, size = operands(
-        address, 10
-    )
+    size, width = given.size, given.width
     half = size // 2
-    for token in range(tokens * part // parts, tokens * (part + 1) // parts):
-        cos, sin = floats(cosines + token * size * 4, size), floats(sines + token * size * 4, size)
-        for head in range(heads):
-            x = floats(source + token * token_bytes + head * head_bytes, width)
-            y = floats(target + (token * heads + head) * width * 4, width)
+    for token in range(given.tokens * part // parts, given.tokens * (part + 1) // parts):
+        cos, sin = (
+            floats(given.cos + token * size * 4, size),
+            floats(given.sin + token * size * 4, size),
+        )
+        for head in range(given.heads):
+            x = floats(given.x + token * given.x_token + head * given.x_head, width)
+            y = floats(given.y + (token * given.heads + head) * width * 4, width)
             for i in range(half):
                 a, b = x[i], x[i + half]
                 y[i] = a * cos[i] - b * sin[i]
                 y[i + half] = b * cos[i + half] + a * sin[i + half]
             for i in range(size, width):
                 y[i] = x[i]
-    done(address, part)
 
 
 @njit
@@ -112,71 +105,38 @@ def _times_sigmoid(x: Any, z: Any) -> Any:
     return (x * power if z < np.float32(0) else x) / (_ONE + power)
 
 
-@Loop
-def combine_rows(address: Any) -> None:
-    """x = activation(x) y, or x + y. Arguments: which one, x and y without gaps (no y, 0: it is 1),
-    their elements.
+@partial(Loop, GateRows)
+def gate_rows(given: Any, part: Any, parts: Any) -> None:
+    """x = activation(x) up, without gaps; no up, 0: it is 1. activation: in `ACTIVATIONS`.
 
     GELU by tanh: x (1 + tanh(z / 2)) / 2 = x sigmoid(z), with z = sqrt(8 / pi) (x + 0.044715 x^3).
     """
-    part, parts = part_of_thread(address)
-    kind, target, source, elements = operands(address, 4)
-    first = elements * part // parts
-    count = elements * (part + 1) // parts - first
-    x, y = (
-        floats(target + 4 * first, count),
-        floats((source if source else target) + 4 * first, count),
-    )
-    if kind == SILU:
+    first, has_up = given.elements * part // parts, given.up != 0
+    count = given.elements * (part + 1) // parts - first
+    x = floats(given.x + 4 * first, count)
+    up = floats((given.up if has_up else given.x) + 4 * first, count)
+    if given.activation == 0:
         for i in range(count):
-            x[i] = _times_sigmoid(x[i], x[i]) * (y[i] if source else _ONE)
-    elif kind == GELU_TANH:
+            x[i] = _times_sigmoid(x[i], x[i]) * (up[i] if has_up else _ONE)
+    else:
         for i in range(count):
             cube = x[i] * x[i] * x[i] * np.float32(0.044715)
             x[i] = _times_sigmoid(x[i], (x[i] + cube) * np.float32(1.5957691216057308)) * (
-                y[i] if source else _ONE
+                up[i] if has_up else _ONE
             )
-    else:
-        for i in range(count):
-            x[i] += y[i]
-    done(address, part)
 
 
-@Loop
-def bias_rows(address: Any) -> None:
-    """Add a bias to each row. Arguments: rows without gaps, the bias, rows, width."""
-    part, parts = part_of_thread(address)
-    rows, biases, count, width = operands(address, 4)
-    bias = floats(biases, width)
-    for number in range(count * part // parts, count * (part + 1) // parts):
-        row = floats(rows + number * width * 4, width)
-        for i in range(width):
-            row[i] += bias[i]
-    done(address, part)
-
-
-@Loop
-def put_rows(address: Any) -> None:
-    """Copy row i, of several heads in float32, to target[slots[i], units[i]].
-
-    Arguments, strides in bytes: rows, stride of a row, of a head; target, stride of a slot, of a
-    unit, of a head; slots and units (64-bit numbers), how many rows, heads, elements of a head.
+@partial(Loop, PutRows)
+def put_rows(given: Any, part: Any, parts: Any) -> None:
+    """Copy row i, of several heads in float32, to target[slots[i], units[i]]; slots and units are
+    64-bit numbers.
     """
-    part, parts = part_of_thread(address)
-    given = operands(address, 12)
-    rows, row_bytes, head_bytes, target, slot_bytes, unit_bytes, to_head_bytes = given[:7]
-    slots, units, count, heads, width = given[7:]
-    slot, unit = integers(slots, count), integers(units, count)
-    for number in range(count * part // parts, count * (part + 1) // parts):
-        for head in range(heads):
-            source = floats(rows + number * row_bytes + head * head_bytes, width)
-            to = floats(
-                target
-                + slot[number] * slot_bytes
-                + unit[number] * unit_bytes
-                + head * to_head_bytes,
-                width,
-            )
+    width = given.width
+    slots, units = integers(given.slots, given.count), integers(given.units, given.count)
+    for number in range(given.count * part // parts, given.count * (part + 1) // parts):
+        target = given.target + slots[number] * given.to_slot + units[number] * given.to_unit
+        for head in range(given.heads):
+            source = floats(given.rows + number * given.row + head * given.row_head, width)
+            to = floats(target + head * given.to_head, width)
             for i in range(width):
                 to[i] = source[i]
-    done(address, part)

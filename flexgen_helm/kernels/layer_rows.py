@@ -10,20 +10,28 @@ Shapes: T tokens, N elements of a row, D elements of a head.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_helm.kernels.team import empty, run_on_threads
+from flexgen_helm.kernels.team import constants, empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
 
 # Elements that occupy a thread for longer than it takes to wake.
 _THREAD_ELEMENTS = 1 << 15
+
+# What the loops of `layer_loop` are given.
+NormRows = namedtuple("NormRows", "x x_row y weight rows width constants")
+RotateRows = namedtuple("RotateRows", "x x_token x_head y cos sin tokens heads width size")
+GateRows = namedtuple("GateRows", "activation x up elements")
+PutRows = namedtuple(
+    "PutRows",
+    "rows row row_head target to_slot to_unit to_head slots units count heads width",
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
@@ -47,18 +55,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
         return F.rms_norm(x, (width,), weight, eps)
     y = empty(x.shape)
     weight = _ones(width) if weight is None else weight
-    row_bytes = 4 * x.stride(0) if x.dim() == 2 else 4 * width
-    constants = _constants(eps, float(plus_one))  # held until the loop has ended
-    arguments = [
-        x.data_ptr(),
-        row_bytes,
-        y.data_ptr(),
-        weight.data_ptr(),
-        x.numel() // width,
-        width,
-    ]
-    arguments.append(constants.ctypes.data)
-    run_on_threads(module.norm_rows.address, arguments, x.numel() // _THREAD_ELEMENTS)
+    given = NormRows(
+        x=x.data_ptr(),
+        x_row=4 * x.stride(0) if x.dim() == 2 else 4 * width,
+        y=y.data_ptr(),
+        weight=weight.data_ptr(),
+        rows=x.numel() // width,
+        width=width,
+        constants=constants(eps, float(plus_one)).ctypes.data,
+    )
+    run_on_threads(module.norm_rows, given, x.numel() // _THREAD_ELEMENTS)
     return y
 
 
@@ -83,60 +89,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y[..., second].addcmul_(x[..., first], sin[..., second])
         return y
     y = empty(x.shape)
-    addresses = [
-        x.data_ptr(),
-        4 * x.stride(0),
-        4 * x.stride(1),
-        y.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-    ]
-    run_on_threads(
-        module.rotate_rows.address, [*addresses, *x.shape, size], x.numel() // _THREAD_ELEMENTS
+    tokens, heads, width = x.shape
+    given = RotateRows(
+        x=x.data_ptr(),
+        x_token=4 * x.stride(0),
+        x_head=4 * x.stride(1),
+        y=y.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        tokens=tokens,
+        heads=heads,
+        width=width,
+        size=size,
     )
+    run_on_threads(module.rotate_rows, given, x.numel() // _THREAD_ELEMENTS)
     return y
 
 
 def gate(activation: str, x: Tensor, up: Tensor | None = None) -> Tensor | None:
     """activation(x), times up if given, both [T, N] -> x, overwritten; None for what no loop
-    computes.
-    """
-    is_known = activation in ("silu", "gelu_tanh")
-    return x if is_known and _combine(activation, x, up) else None
-
-
-def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y, both [T, N] -> x, overwritten."""
-    return x if _combine("add", x, y) else x.add_(y)
-
-
-def _combine(kind: str, x: Tensor, y: Tensor | None) -> bool:
-    """Overwrite x in a loop, if it suits; kind: a constant's name of `layer_loop`, in small
-    letters.
+    computes: activations but silu and gelu_tanh, and what does not suit.
     """
     suits = all(
-        _is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, y) if z is not None
+        _is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, up) if z is not None
     )
-    if not suits or (module := loops()) is None:
-        return False
-    arguments = [
-        getattr(module, kind.upper()),
-        x.data_ptr(),
-        0 if y is None else y.data_ptr(),
-        x.numel(),
-    ]
-    run_on_threads(module.combine_rows.address, arguments, x.numel() // _THREAD_ELEMENTS)
-    return True
-
-
-def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """y [T, N] plus bias [N] -> y, overwritten."""
-    suits = _is_float(y) and y.dim() == 2 and y.is_contiguous() and _suits(bias, y.shape[1])
-    if not suits or (module := loops()) is None:
-        return y.add_(bias)
-    arguments = [y.data_ptr(), bias.data_ptr(), *y.shape]
-    run_on_threads(module.bias_rows.address, arguments, y.numel() // _THREAD_ELEMENTS)
-    return y
+    if not suits or (module := loops()) is None or activation not in module.ACTIVATIONS:
+        return None
+    given = GateRows(
+        activation=module.ACTIVATIONS.index(activation),
+        x=x.data_ptr(),
+        up=0 if up is None else up.data_ptr(),
+        elements=x.numel(),
+    )
+    run_on_threads(module.gate_rows, given, x.numel() // _THREAD_ELEMENTS)
+    return x
 
 
 def put_rows(target: Tensor, slots: Tensor, units: Tensor, rows: Tensor) -> Tensor:
@@ -157,10 +143,22 @@ def put_rows(target: Tensor, slots: Tensor, units: Tensor, rows: Tensor) -> Tens
         target[slots, units] = rows
         return target
     assert len(slots) == len(units) == len(rows) and rows.shape[1:] == target.shape[2:]
-    arguments = [rows.data_ptr(), 4 * rows.stride(0), 4 * rows.stride(1), target.data_ptr()]
-    arguments += [4 * stride for stride in target.stride()[:3]]
-    arguments += [slots.data_ptr(), units.data_ptr(), *rows.shape]
-    run_on_threads(module.put_rows.address, arguments, rows.numel() // _THREAD_ELEMENTS)
+    count, heads, width = rows.shape
+    given = PutRows(
+        rows=rows.data_ptr(),
+        row=4 * rows.stride(0),
+        row_head=4 * rows.stride(1),
+        target=target.data_ptr(),
+        to_slot=4 * target.stride(0),
+        to_unit=4 * target.stride(1),
+        to_head=4 * target.stride(2),
+        slots=slots.data_ptr(),
+        units=units.data_ptr(),
+        count=count,
+        heads=heads,
+        width=width,
+    )
+    run_on_threads(module.put_rows, given, rows.numel() // _THREAD_ELEMENTS)
     return target
 
 
@@ -178,11 +176,6 @@ def _ones(width: int) -> Tensor:
     return torch.ones(width, dtype=torch.float32, device="cpu")
 
 
-@cache
-def _constants(*numbers: float) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.array(numbers, np.float32)
-
-
 def _examples() -> Iterator[Callable[[], Tensor]]:
     """Each with a vector's elements and some that are left."""
     draw, width = torch.Generator().manual_seed(0), 86
@@ -196,8 +189,6 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     yield lambda: _gated("silu", 12 * x, up)
     yield lambda: _gated("gelu_tanh", 12 * x, up)
     yield lambda: _gated("gelu_tanh", 12 * x, None)
-    yield lambda: add(x.clone(), up)
-    yield lambda: add_bias(x.clone(), weight)
     slots, units = torch.tensor([[2, 0], [3, 1]], device="cpu")
     rows, target = normal(2, 2, width), normal(3, 2, 4, width)
     yield lambda: put_rows(target.clone().transpose(1, 2), slots, units, rows)

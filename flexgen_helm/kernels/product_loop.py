@@ -5,11 +5,12 @@
 
 A result depends on its row of x and its row of the matrix alone, whatever rows there are and
 however many threads: both ways add up each lane of a vector over the width, then the lanes. Columns
-that fill no vector come last (`add_rest`).
+that fill no vector come last (`vector_matmul`).
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,7 +18,6 @@ from itertools import chain
 from types import FunctionType
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
@@ -30,23 +30,21 @@ from flexgen_helm.kernels.emit import (
     LANES,
     VECTOR,
     Loop,
-    done,
-    floats,
-    half_to_float,
     ir_statement,
     load,
     multiply_add,
-    operands,
-    part_of_thread,
-    pointer,
+    njit,
     prefetch,
     store,
     widen,
 )
 from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
+from flexgen_helm.kernels.vector_products import DecodeRows, Product
 
 # Rows of x and of the matrix whose sums, and what they are made of, stay in registers.
 ROWS, OUTPUTS = (4, 4) if HAS_AVX512 else (2, 4)
+# Types of elements that loops read.
+READ_KINDS = (BFLOAT16, FLOAT32, FLOAT16) if CONVERTS_HALVES else (BFLOAT16, FLOAT32)
 # Rows and values of a tile of the matrix, and rows of x that it is multiplied with before the next:
 # it stays in the first cache beside some rows of x, and sums in the second.
 _TILE_OUTPUTS, _TILE_VALUES, _TILE_ROWS = 16, 256, 128
@@ -82,6 +80,11 @@ def of_kind(kind: int) -> Stored:
     return Stored(f"kind_{kind}", LANES, LANES * (4 if kind == FLOAT32 else 2), weights, 16)
 
 
+# A product of some rows of x and of the matrix, whose last ones are `last` and `last_output`. It is
+# added to sums, which begin with zero where it is the first; where it is the last, the totals are
+# stored in y instead.
+Part = namedtuple("Part", "rows is_first is_last x x_row last w w_row last_output steps at y y_row")
+
 # What `loops` sets for a matrix.
 _VALUES, _BYTES, _FEW_ROWS = 0, 0, 0
 _multiply_stored: Any = None
@@ -100,139 +103,119 @@ def loops(stored: Stored) -> tuple[Loop, Loop]:
         "_multiply_stored": ir_statement((1, ROWS), (1,), (1,))(partial(write_product, stored)),
         "_decode_stored": ir_statement()(partial(_write_floats, stored)),
     }
+    for helper in (_decode_tile, _multiply_tile):
+        name = helper.__name__
+        names[name] = njit(FunctionType(helper.__code__, names, name))
     multiply, decode = (
-        Loop(FunctionType(function.__code__, names, f"{function.__name__}_{stored.name}"))
-        for function in (_multiply, _decode)
+        Loop(given, FunctionType(function.__code__, names, f"{function.__name__}_{stored.name}"))
+        for given, function in ((Product, _multiply), (DecodeRows, _decode))
     )
     return multiply, decode
 
 
-def _decode(address: Any) -> None:
-    """Fill rows with float32 values.
-
-    Arguments: stored rows, bytes of one, rows to fill, bytes of one, rows, steps of one.
-    """
-    part, parts = part_of_thread(address)
-    w, w_row, target, target_row, rows, steps = operands(address, 6)
-    for row in range(rows * part // parts, rows * (part + 1) // parts):
-        _decode_stored((w + row * w_row, steps, target + row * target_row, w_row))
-    done(address, part)
+def _decode(given: Any, part: Any, parts: Any) -> None:
+    """Fill rows with float32 values."""
+    for row in range(given.rows * part // parts, given.rows * (part + 1) // parts):
+        source, target = given.w + row * given.w_row, given.target + row * given.target_row
+        _decode_stored(_Steps(source, given.steps, target, given.w_row))
 
 
-def _multiply(address: Any) -> None:
+def _multiply(given: Any, part: Any, parts: Any) -> None:
     """y = x w^T for x [T, width] in float32 and w [outputs, width], over whole steps; there is one
     at least.
-
-    Arguments: x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T, outputs, steps.
     """
-    part, parts = part_of_thread(address)
-    x, x_row, w, w_row, y, y_row, count, outputs, steps = operands(address, 9)
-    groups = (outputs + OUTPUTS - 1) // OUTPUTS
-    begin, end = (
-        groups * part // parts * OUTPUTS,
-        min(groups * (part + 1) // parts * OUTPUTS, outputs),
-    )
-    if count <= _FEW_ROWS:
+    groups = (given.outputs + OUTPUTS - 1) // OUTPUTS
+    begin = groups * part // parts * OUTPUTS
+    end = min(groups * (part + 1) // parts * OUTPUTS, given.outputs)
+    if given.count <= _FEW_ROWS:
         for output in range(begin, end, OUTPUTS):
-            last = min(output + OUTPUTS, end) - 1
-            for row in range(0, count, ROWS):
-                rows, to = 1 if row == count - 1 else ROWS, y + row * y_row + 4 * output
-                from_x, from_w = (
-                    (x + row * x_row, x_row, count - 1 - row),
-                    (w + output * w_row, w_row, last - output),
+            for row in range(0, given.count, ROWS):
+                _multiply_stored(
+                    Part(
+                        rows=1 if row == given.count - 1 else ROWS,
+                        is_first=1,
+                        is_last=1,
+                        x=given.x + row * given.x_row,
+                        x_row=given.x_row,
+                        last=given.count - 1 - row,
+                        w=given.w + output * given.w_row,
+                        w_row=given.w_row,
+                        last_output=min(output + OUTPUTS, end) - 1 - output,
+                        steps=given.steps,
+                        at=0,
+                        y=given.y + row * given.y_row + 4 * output,
+                        y_row=given.y_row,
+                    )
                 )
-                _multiply_stored((rows, 1, 1, *from_x, *from_w, steps, 0, to, y_row))
-        done(address, part)
         return
     # A tile in float32, and sums of all rows with it, from the beginning of a line of the cache on.
     memory = np.empty(_TILE_OUTPUTS * (_TILE_VALUES + _TILE_ROWS * LANES) + 16, np.float32)
     tile = (np.int64(memory.ctypes.data) + 63) // 64 * 64
-    tile_row, size = 4 * _TILE_VALUES, 4 * ROWS * OUTPUTS * LANES
     most = _TILE_VALUES // _VALUES
-    for first_row in range(0, count, _TILE_ROWS):
-        last_row = min(count, first_row + _TILE_ROWS) - 1
+    for first_row in range(0, given.count, _TILE_ROWS):
+        last_row = min(given.count, first_row + _TILE_ROWS) - 1
         for first in range(begin, end, _TILE_OUTPUTS):
             last = min(first + _TILE_OUTPUTS, end) - 1
-            for step in range(0, steps, most):
-                number, at = min(most, steps - step), w + step * _BYTES
-                ahead = (
-                    most * _BYTES if step + most < steps else _TILE_OUTPUTS * w_row - step * _BYTES
-                )
-                for output in range(first, last + 1):
-                    _decode_stored(
-                        (at + output * w_row, number, tile + (output - first) * tile_row, ahead)
-                    )
-                sums = tile + _TILE_OUTPUTS * tile_row
-                for row in range(first_row, last_row + 1, ROWS):
-                    from_x = x + row * x_row + step * _VALUES * 4, x_row, last_row - row
-                    for output in range(first, last + 1, OUTPUTS):
-                        from_w = tile + (output - first) * tile_row, tile_row, last - output
-                        flags, to = (
-                            (int(step == 0), int(step + most >= steps)),
-                            y + row * y_row + 4 * output,
-                        )
-                        _multiply_floats(
-                            (
-                                ROWS,
-                                *flags,
-                                *from_x,
-                                *from_w,
-                                number * _VALUES // LANES,
-                                sums,
-                                to,
-                                y_row,
-                            )
-                        )
-                        sums += size
+            for step in range(0, given.steps, most):
+                _decode_tile(given, tile, step, first, last)
+                _multiply_tile(given, tile, step, (first_row, last_row), (first, last))
     memory[0] = 0  # it is in use until here
-    done(address, part)
 
 
-@Loop
-def add_rest(address: Any) -> None:
-    """y += x w^T over the columns that fill no vector.
+def _decode_tile(given: Any, tile: Any, step: Any, first: Any, last: Any) -> None:
+    """Bring some columns of rows first … last of the matrix to float32."""
+    most = _TILE_VALUES // _VALUES
+    at = given.w + step * _BYTES
+    more = step + most < given.steps
+    ahead = most * _BYTES if more else _TILE_OUTPUTS * given.w_row - step * _BYTES
+    for output in range(first, last + 1):
+        target = tile + (output - first) * 4 * _TILE_VALUES
+        source, count = at + output * given.w_row, min(most, given.steps - step)
+        _decode_stored(_Steps(source, count, target, ahead))
 
-    Arguments: kind of w, x, bytes of its rows, w, bytes of its rows, y, bytes of its rows, T,
-        outputs, width.
+
+def _multiply_tile(given: Any, tile: Any, step: Any, rows: Any, outputs: Any) -> None:
+    """Add products of a tile and some rows of x, of which rows and outputs are the first and the
+    last.
     """
-    part, parts = part_of_thread(address)
-    kind, x, x_row, w, w_row, y, y_row, count, outputs, width = operands(address, 10)
-    for row in range(count * part // parts, count * (part + 1) // parts):
-        values, results = floats(x + row * x_row, width), floats(y + row * y_row, outputs)
-        for output in range(outputs):
-            at = w + output * w_row
-            for column in range(width // LANES * LANES, width):
-                if kind == FLOAT32:
-                    weight = floats(at, width)[column]
-                else:
-                    bits = numba.carray(pointer(at), width, np.uint16)[column]
-                    if CONVERTS_HALVES and kind == FLOAT16:
-                        weight = half_to_float(bits)
-                    else:
-                        weight = np.int32(np.int32(bits) << np.int32(16)).view(np.float32)
-                results[output] += values[column] * weight
-    done(address, part)
+    most = _TILE_VALUES // _VALUES
+    sums = tile + _TILE_OUTPUTS * 4 * _TILE_VALUES
+    for row in range(rows[0], rows[1] + 1, ROWS):
+        for output in range(outputs[0], outputs[1] + 1, OUTPUTS):
+            _multiply_floats(
+                Part(
+                    rows=ROWS,
+                    is_first=np.int64(step == 0),
+                    is_last=np.int64(step + most >= given.steps),
+                    x=given.x + row * given.x_row + step * _VALUES * 4,
+                    x_row=given.x_row,
+                    last=rows[1] - row,
+                    w=tile + (output - outputs[0]) * 4 * _TILE_VALUES,
+                    w_row=4 * _TILE_VALUES,
+                    last_output=outputs[1] - output,
+                    steps=min(most, given.steps - step) * _VALUES // LANES,
+                    at=sums,
+                    y=given.y + row * given.y_row + 4 * output,
+                    y_row=given.y_row,
+                )
+            )
+            sums += 4 * ROWS * OUTPUTS * LANES
 
 
 # ---- in LLVM's language ----
 
 
-def write_product(
-    stored: Stored, builder: Any, rows: int, is_first: int, is_last: int, *given: Any
-) -> None:
+def write_product(stored: Stored, builder: Any, part: Any) -> None:
     """Add x[i] · w[j] to the sums of some rows of x and of the matrix, or store the totals in y[i,
     j].
-
-    is_first: sums begin with zero. is_last: the totals are stored, not the sums.
     """
-    x, x_row, last, w, w_row, last_output, steps, at, y, y_row = given
-    x_rows, w_rows = (
-        _rows(builder, x, x_row, last, rows),
-        _rows(builder, w, w_row, last_output, OUTPUTS),
-    )
-    addresses = [builder.add(at, INT64(4 * LANES * number)) for number in range(rows * OUTPUTS)]
+    rows, w_row, last_output = part.rows, part.w_row, part.last_output
+    x_rows = _rows(builder, part.x, part.x_row, part.last, rows)
+    w_rows = _rows(builder, part.w, w_row, last_output, OUTPUTS)
+    numbers = range(rows * OUTPUTS)
+    addresses = [builder.add(part.at, INT64(4 * LANES * number)) for number in numbers]
     zero = ir.Constant(VECTOR, [0.0] * LANES)
-    begun = [zero if is_first else load(builder, address, VECTOR, 4) for address in addresses]
+    begun = [zero if part.is_first else load(builder, address, VECTOR, 4) for address in addresses]
     before, loop, behind = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
@@ -254,19 +237,19 @@ def write_product(
         phi.add_incoming(total, loop)
     following = builder.add(step, INT64(1))
     step.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, steps), loop, behind)
+    builder.cbranch(builder.icmp_signed("<", following, part.steps), loop, behind)
     builder.position_at_end(behind)
-    if not is_last:
+    if not part.is_last:
         for address, total in zip(addresses, sums):
             store(builder, total, address, 4)
         return
-    totals, numbers = _totals(builder, sums)
+    totals, lanes = _totals(builder, sums)
     results = (
         _rows(builder, row, INT64(4), last_output, OUTPUTS)
-        for row in _rows(builder, y, y_row, last, rows)
+        for row in _rows(builder, part.y, part.y_row, part.last, rows)
     )
     for number, address in enumerate(chain(*results)):
-        store(builder, builder.extract_element(totals, INT32(numbers.index(number))), address, 4)
+        store(builder, builder.extract_element(totals, INT32(lanes.index(number))), address, 4)
 
 
 _multiply_floats = ir_statement((ROWS,), (0, 1), (0, 1))(partial(write_product, of_kind(FLOAT32)))
@@ -279,14 +262,16 @@ def _rows(builder: Any, first: Any, distance: Any, last: Any, count: int) -> lis
     return [builder.add(first, builder.mul(distance, number)) for number in numbers]
 
 
-def _write_floats(
-    stored: Stored, builder: Any, packed: Any, steps: Any, target: Any, ahead: Any
-) -> None:
-    """Bring steps of a row to float32. ahead: bytes to those that come after them."""
-    with cgutils.for_range(builder, steps) as loop:
-        at = builder.add(packed, builder.mul(loop.index, INT64(stored.bytes)))
-        to = builder.add(target, builder.mul(loop.index, INT64(4 * stored.values)))
-        _prefetch(builder, stored, builder.add(at, ahead))
+# Steps of a row, and bytes to those that come after them.
+_Steps = namedtuple("_Steps", "packed count target ahead")
+
+
+def _write_floats(stored: Stored, builder: Any, steps: Any) -> None:
+    """Bring steps of a row to float32."""
+    with cgutils.for_range(builder, steps.count) as loop:
+        at = builder.add(steps.packed, builder.mul(loop.index, INT64(stored.bytes)))
+        to = builder.add(steps.target, builder.mul(loop.index, INT64(4 * stored.values)))
+        _prefetch(builder, stored, builder.add(at, steps.ahead))
         for vector, weights in enumerate(stored.weights(builder, at)):
             store(builder, weights, builder.add(to, INT64(4 * LANES * vector)), 4)
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,14 +36,20 @@ def empty(shape: Sequence[int]) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
+@cache
+def constants(*numbers: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return numbers where compiled loops read them, for as long as the process runs."""
+    return np.array(numbers, np.float32)
+
+
 def team_size(most_threads: int) -> int:
     """Return how many threads a function gets for which so many have something to do."""
     return max(1, min(most_threads, torch.get_num_threads()))
 
 
-def run_on_threads(address: int, arguments: list[int], most_threads: int) -> None:
-    """Call the function at `address` on each thread with the header and `arguments`; return when
-    all are done.
+def run_on_threads(loop: Any, arguments: Iterable[int], most_threads: int) -> None:
+    """Call a loop (`emit.Loop`) on each thread with the header and `arguments`; return when all are
+    done.
 
     The header has two numbers: the addresses of OpenMP's `omp_get_thread_num` and
     `omp_get_num_threads`, or zeros for one thread alone. Before it is a word for each part of the
@@ -53,7 +61,7 @@ def run_on_threads(address: int, arguments: list[int], most_threads: int) -> Non
     Raises `LoopError` if a part has begun and was not done: what C calls cannot raise.
     """
     threads = team_size(most_threads)
-    openmp = _openmp() if threads > 1 else None
+    openmp, address = _openmp() if threads > 1 else None, loop.address
     if openmp is None:
         data = array("q", [0, 0, 0, *arguments])
         _function(address)(data.buffer_info()[0] + 8)

@@ -10,15 +10,21 @@ bits (`product_loop`).
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import KINDS, empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
+
+# What the loops of `product_loop` are given: tensors, bytes of their rows, rows of x (and y) and of
+# the matrix, steps of a row.
+Product = namedtuple("Product", "x x_row w w_row y y_row count outputs steps")
+DecodeRows = namedtuple("DecodeRows", "w w_row target target_row rows steps")
 
 # Elements of a matrix, times rows in fours, that occupy a thread for longer than it takes to wake.
 _THREAD_ELEMENTS = 1 << 17
@@ -26,9 +32,8 @@ _THREAD_ELEMENTS = 1 << 17
 
 def multiplies_as_stored(dtype: torch.dtype) -> bool:
     """Return whether products on the host, in float32, read weights in `dtype` as they rest."""
-    if dtype not in KINDS or (module := loops()) is None:
-        return False
-    return bool(module.CONVERTS_HALVES or dtype != torch.float16)
+    module = loops() if dtype in KINDS else None
+    return module is not None and KINDS[dtype] in module.READ_KINDS
 
 
 def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -37,28 +42,35 @@ def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     x, bias: in float32; weight: float16, bfloat16 or float32, rows of neighbouring elements.
     """
-    (count, width), outputs = x.shape, weight.shape[0]
+    width = x.shape[1]
     suits = x.numel() > 0 and x.dtype == torch.float32 and x.stride(1) == 1 == weight.stride(1)
     suits = suits and x.device.type == weight.device.type == "cpu" and width == weight.shape[1]
     if not suits or not multiplies_as_stored(weight.dtype) or (module := loops()) is None:
         return None
-    y, kind = empty((count, outputs)), KINDS[weight.dtype]
-    arguments = [
-        x.data_ptr(),
-        4 * x.stride(0),
-        weight.data_ptr(),
-        weight.element_size() * weight.stride(0),
-    ]
-    arguments += [y.data_ptr(), 4 * outputs, count, outputs]
-    threads = weight.numel() * -(-count // 4) // _THREAD_ELEMENTS
-    if width < module.LANES:
-        y.zero_()
-    else:
-        multiply, _ = module.loops(module.of_kind(kind))
-        run_on_threads(multiply.address, [*arguments, width // module.LANES], threads)
-    if width % module.LANES:
-        run_on_threads(module.add_rest.address, [kind, *arguments, width], threads)
-    return y if bias is None else add_bias(y, bias)
+    steps, loop = width // module.LANES, module.loops(module.of_kind(KINDS[weight.dtype]))[0]
+    y = multiply_rows(loop, x, weight, steps) if steps else x.new_zeros((len(x), len(weight)))
+    for column in range(steps * module.LANES, width):  # that fill no vector
+        y.addcmul_(x[:, column, None], weight[:, column].float())
+    return y if bias is None else y.add_(bias)
+
+
+def multiply_rows(loop: Any, x: Tensor, w: Tensor, steps: int) -> Tensor:
+    """Multiply x [T, in] with rows of a matrix [out, …] in so many steps -> [T, out]."""
+    (count, width), outputs = x.shape, len(w)
+    y = empty((count, outputs))
+    given = Product(
+        x=x.data_ptr(),
+        x_row=4 * x.stride(0),
+        w=w.data_ptr(),
+        w_row=w.element_size() * w.stride(0),
+        y=y.data_ptr(),
+        y_row=4 * outputs,
+        count=count,
+        outputs=outputs,
+        steps=steps,
+    )
+    run_on_threads(loop, given, width * outputs * -(-count // 4) // _THREAD_ELEMENTS)
+    return y
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:

@@ -41,7 +41,8 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.offload.staging import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.transfer_stats import Kind
-from flexgen_helm.planner.placement import most_underfilled, state_bytes
+from flexgen_helm.planner.cache_sizes import state_bytes
+from flexgen_helm.planner.placement import most_underfilled
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 from flexgen_helm.tiers import TIERS, Tier
@@ -228,14 +229,15 @@ class KVCache:
     # Writing
 
     def write(
-        self, block: CacheBlock, slot: int, layer: int, k: Tensor, v: Tensor, units: Planes
+        self, seat: tuple[CacheBlock, int], layer: int, keys_values: KeysValues, units: Planes
     ) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt; units: its whole groups, encoded."""
         if not self._stores[layer]:
             return
+        block, slot = seat
         stored, cache = self._stored_layer(layer), self._open(block)
         if self._window is not None:
-            cache.newest.write(stored, slot, self._window.encode_prompt(k, v))
+            cache.newest.write(stored, slot, self._window.encode_prompt(*keys_values))
         if len(units[0]):
             planes = self.copy_to_host("cache", *units) if cache.attends_on_host else units
             cache.storage.write(stored, slot, planes)

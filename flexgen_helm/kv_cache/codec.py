@@ -353,7 +353,8 @@ class WindowCodec(PlainCodec):
 
     def encode_prompt(self, k: Tensor, v: Tensor) -> Planes:
         """Encode the last tokens of a prompt [S, Hk, D] in the order of the ring."""
-        return self.encode(*(x[-self.ring_units :].roll(len(x), 0) for x in (k, v)))
+        (newest,) = self.encode(k[-self.ring_units :], v[-self.ring_units :])
+        return (newest.roll(len(k), 0),)
 
     def read(self, window: Tensor, seen_quantized: Tensor | None) -> KeysValues:
         """Return keys and values [B, Hk, W, D] of a window in memory.

@@ -29,9 +29,10 @@ from flexgen_helm.kv_cache.codec import (
     total_bytes,
     zeros,
 )
+from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.staging import Allocation, aligned
-from flexgen_helm.offload.transfer_manager import Launched, TransferManager
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.scheduling.sequence import CacheBlock
 from flexgen_helm.tiers import MEMORY_ADVICE, UNLIMITED, Tier
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from flexgen_helm.kv_cache.codec import Codec
 from flexgen_helm.models.attention import (
     QueryChunk,
+    VisibleKeys,
     additive_mask,
     mask_dtype,
     num_selected,
@@ -37,21 +39,6 @@ _DEQUANTIZED_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class VisibleKeys:
-    """What each of some queries sees of some keys.
-
-    mask: additive, [B, 1, 1, S] or [t, S]; None: every query sees all keys.
-    sees_none: [B] or [t], true for queries that see no key; None: there is none.
-    num_selected: [B], of these keys, with sparse attention; max_selected: the largest.
-    """
-
-    mask: Tensor | None = None
-    sees_none: Tensor | None = None
-    num_selected: Tensor | None = None
-    max_selected: int = 0
-
-
-@dataclass(frozen=True, eq=False)
 class DecodePart:
     """Keys that the decoding sequences of a block read and attend to together.
 
@@ -59,7 +46,6 @@ class DecodePart:
     num_units: of each slot, that are read from the storage; 0: the keys come from the residual
         window.
     visible: by sliding window (None: without one).
-    key_positions: [B, S] where the keys are not in order.
     seen_quantized: [B, W], tokens of the residual window that are seen quantized; None where none
         can be.
     is_sparse: only the values of selected keys are read.
@@ -68,7 +54,6 @@ class DecodePart:
     sequences: slice
     num_units: int
     visible: Mapping[Window | None, VisibleKeys]
-    key_positions: Tensor | None = None
     seen_quantized: Tensor | None = None
     is_sparse: bool = False
 
@@ -108,20 +93,9 @@ def decode_parts(
     windows: of the model's layers.
     """
     positions, fmt, everyone = queries.positions, codec.cache_format, slice(0, len(block.sequences))
-    counts = [sequence.num_computed for sequence in block.sequences]
-    device, starts = positions.device, [sequence.start for sequence in block.sequences]
     if fmt is None:
-        #  key 0 1 2 3     a sequence with 2 cached tokens + itself sees keys 0 … 2
-        keys = torch.arange(max(counts) + 1, device=device)
-        plain = {}
-        for window in windows:
-            oldest = max(0 if window is None else window.oldest(*at) for at in zip(counts, starts))
-            sees_all = min(counts) == max(counts) and oldest <= 0
-            mask = None if sees_all else queries.mask(keys > positions[:, None], keys, window)
-            plain[window] = VisibleKeys(mask)
-        return (DecodePart(everyone, len(keys), plain),)
-
-    index = torch.arange(codec.window_tokens, device=device)
+        return (_plain_part(block, queries, windows),)
+    index = torch.arange(codec.window_tokens, device=positions.device)
     stored = _whole_groups(positions, fmt.residual_window, codec.group_tokens)
     #  index 0 1 2 3 4     of a sequence at token 7 with W = 5: tokens 5 6 7 3 4
     ring = positions[:, None] - (positions[:, None] - index) % codec.window_tokens
@@ -129,40 +103,54 @@ def decode_parts(
     quantized = None
     if codec.window_copies > 1:
         quantized = ring < _whole_groups(positions, fmt.residual_window, fmt.group_tokens)[:, None]
-    newest = {window: VisibleKeys(queries.mask(outside, ring, window)) for window in windows}
-    parts = [DecodePart(everyone, 0, newest, ring, quantized)]
-    on_host = [*zip(counts, starts, map(codec.num_stored, counts))]
-    if not (longest := max(num_stored for _, _, num_stored in on_host)):
+    newest = {
+        window: VisibleKeys(queries.mask(outside, ring, window), key_positions=ring)
+        for window in windows
+    }
+    parts = [DecodePart(everyone, 0, newest, quantized)]
+    on_host = [(s.num_computed, s.start, codec.num_stored(s.num_computed)) for s in block.sequences]
+    if not (longest := max(num_stored for *_, num_stored in on_host)):
         return tuple(parts)
-    older = torch.arange(longest, device=device)
+    older = torch.arange(longest, device=positions.device)
 
     def visible(rows: slice, window: Window | None) -> VisibleKeys:
         """What some queries see of the stored keys."""
-        some, on_device = queries[rows], stored[rows]
-        mask = some.mask(older >= on_device[:, None], older, window)
-        seen = [
+        some, seen = queries[rows], stored[rows]
+        mask = some.mask(older >= seen[:, None], older, window)
+        counts = [
             max(0, count - _oldest_visible(position, window, start))
             for position, start, count in on_host[rows]
         ]
         if window is not None:
-            on_device = (
-                on_device - window.oldest(some.positions, some.starts).clamp_min(0)
-            ).clamp_min(0)
-        sees_none = None if min(seen) else on_device == 0
+            oldest = window.oldest(some.positions, some.starts).clamp_min(0)
+            seen = (seen - oldest).clamp_min(0)
+        sees_none = None if min(counts) else seen == 0
         if not fmt.is_sparse:
             return VisibleKeys(mask, sees_none)
-        selected = num_selected_tensor(on_device, fmt.value_share)
-        return VisibleKeys(mask, sees_none, selected, num_selected(max(seen), fmt.value_share))
+        selected = num_selected_tensor(seen, fmt.value_share)
+        return VisibleKeys(mask, sees_none, selected, num_selected(max(counts), fmt.value_share))
 
-    for first, end in _ranges(
-        0, everyone.stop, _dequantized_at_once(longest * codec.token_elements)
-    ):
+    at_once = _dequantized_at_once(longest * codec.token_elements)
+    for first, end in _ranges(0, everyone.stop, at_once):
         rows = slice(first, end)
-        older_keys = {window: visible(rows, window) for window in windows}
-        parts.append(
-            DecodePart(rows, longest // codec.group_tokens, older_keys, is_sparse=fmt.is_sparse)
-        )
+        of_windows = {window: visible(rows, window) for window in windows}
+        units = longest // codec.group_tokens
+        parts.append(DecodePart(rows, units, of_windows, is_sparse=fmt.is_sparse))
     return tuple(parts)
+
+
+def _plain_part(
+    block: CacheBlock, queries: Queries, windows: Iterable[Window | None]
+) -> DecodePart:
+    #  key 0 1 2 3     a sequence with 2 cached tokens + itself sees keys 0 … 2
+    counts = [sequence.num_computed for sequence in block.sequences]
+    keys, plain = torch.arange(max(counts) + 1, device=queries.positions.device), {}
+    for window in windows:
+        oldest = max(_oldest_visible(s.num_computed, window, s.start) for s in block.sequences)
+        sees_all = min(counts) == max(counts) and oldest <= 0
+        hidden = keys > queries.positions[:, None]
+        plain[window] = VisibleKeys(None if sees_all else queries.mask(hidden, keys, window))
+    return DecodePart(slice(0, len(counts)), len(keys), plain)
 
 
 def whole_part(block: CacheBlock) -> DecodePart:
@@ -255,6 +243,17 @@ def prefix_parts(
     return tuple(parts)
 
 
+@lru_cache(maxsize=16)
+def _token_table(fmt: CacheFormat, tokens: int, device: torch.device) -> Tensor:
+    """Return positions of tokens, and of the first queries that see them quantized, [2, tokens].
+
+    Kept, because masks that are made from it take few launches in each layer.
+    """
+    positions = torch.arange(tokens, device=device)
+    group_ends = (positions // fmt.group_tokens + 1) * fmt.group_tokens
+    return torch.stack((positions, group_ends + fmt.residual_window - 1))
+
+
 def query_chunks(
     q: Tensor, start: int, window: Window | None, fmt: CacheFormat
 ) -> Iterator[QueryChunk]:
@@ -264,22 +263,21 @@ def query_chunks(
     q: [tokens, …].
     start: absolute position of its first token.
     """
-    tokens, device = len(q), q.device
+    tokens = len(q)
+    positions, quantized_from = _token_table(fmt, 1 << tokens.bit_length(), q.device)
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
         end = min(first + QUERY_CHUNK_TOKENS, tokens)
         low, high = fmt.num_quantized(first), fmt.num_quantized(end - 1)
         oldest = _oldest_visible(first, window, start)
         quantized, plain = slice(min(oldest, high), high), slice(max(oldest, low), end)
-        at = torch.arange(first, end, device=device)[:, None]
-        borders = _whole_groups(at, fmt.residual_window, fmt.group_tokens)
-        old = torch.arange(quantized.start, quantized.stop, device=device)
-        new = torch.arange(plain.start, plain.stop, device=device)
-        keys = torch.cat((old, new))
-        hidden = torch.cat((old >= borders, (new < borders) | (new > at)), 1)
+        at, keys = positions[first:end, None], (positions[quantized], positions[plain])
+        hidden_new = (at < keys[1]) | (at >= quantized_from[plain])
+        hidden = torch.cat((at < quantized_from[quantized], hidden_new), 1)
         if window is not None:
-            hidden |= keys < window.oldest(at, start)
+            hidden |= torch.cat(keys) < window.oldest(at, start)
         selected, most = None, 0
         if fmt.is_sparse:
+            borders = _whole_groups(at, fmt.residual_window, fmt.group_tokens)
             hidden_before = 0 if window is None else window.oldest(at, start).clamp_min(0)
             selected = num_selected_tensor(
                 (borders - hidden_before).clamp_min(0)[:, 0], fmt.value_share
@@ -289,8 +287,10 @@ def query_chunks(
                 for p in range(first, end)
             )
             most = num_selected(nearest, fmt.value_share)
-        mask = additive_mask(hidden, mask_dtype(device, q.dtype))
-        yield QueryChunk(slice(first, end), quantized, plain, keys, mask, selected, most)
+        mask = additive_mask(hidden, mask_dtype(q.device, q.dtype))
+        yield QueryChunk(
+            slice(first, end), quantized, plain, mask, (at[:, 0], keys), selected, most
+        )
 
 
 def _oldest_visible(position: int, window: Window | None, start: int) -> int:

@@ -4,8 +4,8 @@ A query attends to several segments: a shared prefix, its own past, its own prom
 gives a partial result, the output and the logarithm of the softmax's denominator. The merge weighs
 the outputs by those, which equals attention over the concatenation:
 
-    softmax([a, b]) [Va; Vb] = (e^la oa + e^lb ob) / (e^la + e^lb),   la = logsumexp(a), oa =
-    softmax(a) Va
+    softmax([a, b]) [Va; Vb] = (e^la oa + e^lb ob) / (e^la + e^lb)
+    la = logsumexp(a), oa = softmax(a) Va
 
 Shapes: T tokens, B sequences, Hq query heads, Hk key heads (Hq = G Hk), S keys, D elements of a
     head.
@@ -74,8 +74,7 @@ class AttentionConfig:
 
 def attend_causal(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys_values: KeysValues,
     config: AttentionConfig,
     window: Window | None = None,
     start: int = 0,
@@ -84,13 +83,12 @@ def attend_causal(
 
     start: absolute position of the first token.
 
-    q [T, Hq, D], k and v [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
+    q [T, Hq, D], keys and values [T, Hk, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
     """
     tokens, device = len(q), q.device
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    k, v = (x.transpose(0, 1) for x in keys_values)
     if window is None or window.oldest(tokens - 1, start) <= 0:
-        at = torch.arange(tokens, device=device)
-        return _attend_rows(q, (k, v), config, (at, at), is_causal=True)
+        return _attend_rows(q, (k, v), config, is_causal=True)
     parts = []
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
         end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, window.oldest(first, start))
@@ -99,7 +97,7 @@ def attend_causal(
         mask = additive_mask(hidden, mask_dtype(device, q.dtype))
         parts.append(
             _attend_rows(
-                q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, keys), mask
+                q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, (keys,)), mask
             )
         )
     return _joined(parts)
@@ -161,14 +159,15 @@ def _attend_rows(
     q: Tensor,
     keys_values: KeysValues,
     config: AttentionConfig,
-    positions: tuple[Tensor, Tensor],
+    positions: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ()),
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> PartialAttention:
     """Attend with all queries to the same keys.
 
     keys_values: [Hk, S, D].
-    positions: of queries [T] and keys [S].
+    positions: of queries [T], and of keys in parts [S], for ALiBi alone; where none are given,
+        from 0 on.
     mask: additive [T, S], or None.
 
     q [T, Hq, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
@@ -178,17 +177,19 @@ def _attend_rows(
     group = heads // key_heads
     # Query heads of one key head become a batch dimension.
     queries = q.view(tokens, key_heads, group, dim).permute(2, 1, 0, 3)
-    k, v = (x[None] for x in keys_values)
+    keys, values = (x[None] for x in keys_values)
     bias, slopes = None if mask is None else mask[None, None], config.head_slopes(key_heads)
     if slopes is not None:
         # Softmax does not change if all scores of a query change alike, so its position is left
         # out, and with it a matrix. The log-sum-exp, by which segments are merged, gets it back
         # afterwards.
-        by_key = slopes.t()[:, :, None, None] * positions[1]
+        at, of_keys = positions
+        every = torch.cat(of_keys or (torch.arange(keys_values[0].shape[1], device=q.device),))
+        by_key = slopes.t()[:, :, None, None] * every
         bias = by_key.expand(-1, -1, tokens, -1) if bias is None else by_key + bias
-    out, lse = attend(queries, k, v, config, is_causal=is_causal, mask=bias)
+    out, lse = attend(queries, (keys, values), config, is_causal, bias)
     if slopes is not None:
-        lse = lse - slopes.t()[:, :, None] * positions[0]
+        lse = lse - slopes.t()[:, :, None] * (every if at is None else at)
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(
         tokens, heads
     )
@@ -207,16 +208,16 @@ class QueryChunk:
 
     queries: slice of the prompt's tokens.
     quantized, plain: slices of the keys' two versions, concatenated S keys.
-    key_positions: [S].
     mask: additive [t, S].
+    positions: of the queries [t], and of the keys of both versions.
     num_selected: [t], of the quantized keys, with sparse attention; max_selected: the largest.
     """
 
     queries: slice
     quantized: slice
     plain: slice
-    key_positions: Tensor
     mask: Tensor
+    positions: tuple[Tensor, tuple[Tensor, Tensor]]
     num_selected: Tensor | None = None
     max_selected: int = 0
 
@@ -239,71 +240,79 @@ def attend_two_versions(
             torch.cat((old[chunk.quantized], new[chunk.plain])).transpose(0, 1)
             for old, new in zip(quantized, plain)
         )
-        at = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
-        parts.append(
-            _attend_rows(q[chunk.queries], (k, v), config, (at, chunk.key_positions), chunk.mask)
-        )
+        parts.append(_attend_rows(q[chunk.queries], (k, v), config, chunk.positions, chunk.mask))
     return _joined(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleKeys:
+    """What each of some queries sees of some keys.
+
+    mask: additive, [B, 1, 1, S] or [t, S]; None: every query sees all keys.
+    sees_none: [B] or [t], true for queries that see no key; None: there is none.
+    num_selected: [B], of these keys, with sparse attention; max_selected: the largest.
+    key_positions: [B, S] where the keys are not in order of position.
+    """
+
+    mask: Tensor | None = None
+    sees_none: Tensor | None = None
+    num_selected: Tensor | None = None
+    max_selected: int = 0
+    key_positions: Tensor | None = None
+
+
+_ALL_VISIBLE = VisibleKeys()
 
 
 def attend_cached(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys_values: KeysValues,
     config: AttentionConfig,
     positions: Tensor,
-    mask: Tensor | None,
-    key_positions: Tensor | None = None,
-    sees_none: Tensor | None = None,
+    visible: VisibleKeys = _ALL_VISIBLE,
 ) -> PartialAttention:
     """Attend with one query per sequence to the sequence's own cache.
 
     q: [B, Hq, D].
-    k, v: [B, Hk, S, D].
+    keys_values: [B, Hk, S, D].
     positions: [B], of the queries among the keys.
-    mask: additive [B, 1, 1, S], or None.
-    key_positions: [B, S] where keys are not in order of position.
-    sees_none: [B], true where the mask hides all keys; None where it hides all of no query.
     Returns output [B, Hq, D] and log-sum-exp [B, Hq]; 0 and minus infinity of queries that see no
     key.
     """
-    batch, heads, dim = q.shape
-    key_heads = k.shape[1]
-    group = heads // key_heads
+    (batch, heads, dim), (_, key_heads, size, _) = q.shape, keys_values[0].shape
+    group, mask = heads // key_heads, visible.mask
     # The G query heads of a key head take the place of a prompt's tokens, so each key is read once.
     queries = q.view(batch, key_heads, group, dim)
     bias, slopes = mask, config.head_slopes(key_heads)
     if slopes is not None:
-        keys = torch.arange(k.shape[2], device=q.device) if key_positions is None else key_positions
+        keys = visible.key_positions
+        keys = torch.arange(size, device=q.device) if keys is None else keys
         distance = keys - positions[:, None]
         bias = slopes[None, :, :, None] * distance[:, None, None, :]  # [B, Hk, G, S]
         bias = bias if mask is None else bias + mask
     elif mask is not None:
         bias = mask.expand(batch, 1, group, mask.shape[-1])
-    out, lse = attend(queries, k, v, config, mask=bias)
-    return _without_hidden(out.reshape(batch, heads, dim), lse.reshape(batch, heads), sees_none)
+    out, lse = attend(queries, keys_values, config, mask=bias)
+    out, lse = out.reshape(batch, heads, dim), lse.reshape(batch, heads)
+    return _without_hidden(out, lse, visible.sees_none)
 
 
 def attend_prefix(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys_values: KeysValues,
     config: AttentionConfig,
     positions: Tensor,
-    mask: Tensor | None = None,
-    sees_none: Tensor | None = None,
+    visible: VisibleKeys = _ALL_VISIBLE,
 ) -> PartialAttention:
     """Attend with all tokens to one shared segment.
 
     q: [T, Hq, D].
-    k, v: [Hk, S, D].
+    keys_values: [Hk, S, D].
     positions: [T], of the queries, counted from the segment's first key.
-    mask: additive [T, S], or None.
-    sees_none: [T], true where the mask hides all keys; None where it hides all of no query.
     Returns output [T, Hq, D] and log-sum-exp [T, Hq]; 0 and minus infinity of queries that see no
     key.
     """
-    keys = torch.arange(k.shape[1], device=q.device)
+    mask = visible.mask
     # A bias of [T, S], which a mask and ALiBi give each head of attention, is bounded by the
     # chunks.
     rows_at_once = len(q) if mask is None and config.slopes is None else QUERY_CHUNK_TOKENS
@@ -311,8 +320,8 @@ def attend_prefix(
     for first in range(0, len(q), rows_at_once):
         rows = slice(first, first + rows_at_once)
         chunk_mask = None if mask is None else mask[rows]
-        parts.append(_attend_rows(q[rows], (k, v), config, (positions[rows], keys), chunk_mask))
-    return _without_hidden(*_joined(parts), sees_none)
+        parts.append(_attend_rows(q[rows], keys_values, config, (positions[rows], ()), chunk_mask))
+    return _without_hidden(*_joined(parts), visible.sees_none)
 
 
 def merge_partial(a: PartialAttention, b: PartialAttention) -> PartialAttention:
@@ -354,21 +363,20 @@ def _without_hidden(out: Tensor, lse: Tensor, sees_none: Tensor | None) -> Parti
 
 def attend(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys_values: KeysValues,
     config: AttentionConfig,
-    *,
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> PartialAttention:
-    """q [B, H, Tq, D], k and v [B or 1, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H, Tq].
+    """q [B, H, Tq, D], keys and values [B or 1, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B,
+    H, Tq].
 
     PyTorch offers the fused kernels that return the log-sum-exp under internal names only.
     """
     kernel = None if config.softcap is not None else fused_kernel(q, mask)
     if kernel is None:
-        return attend_unfused(q, k, v, config, is_causal, mask)
-    k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+        return attend_unfused(q, keys_values, config, is_causal, mask)
+    k, v = (x.expand(len(q), -1, -1, -1) for x in keys_values)
     if kernel == HOST:
         return _attend_on_host(q, (k, v), mask, is_causal, config.scale)
     if kernel == FLASH:
@@ -384,12 +392,16 @@ def attend(
 
 
 def attend_unfused(
-    q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, is_causal: bool, mask: Tensor | None
+    q: Tensor,
+    keys_values: KeysValues,
+    config: AttentionConfig,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
 ) -> PartialAttention:
     """The formula itself for every device and dtype, with scores in float32, in slices of query
     rows.
     """
-    parts = []
+    parts, (k, v) = [], keys_values
     for first in range(0, q.shape[2], SCORE_TOKENS):
         rows = slice(first, min(first + SCORE_TOKENS, q.shape[2]))
         last = rows.stop if is_causal else k.shape[2]
@@ -431,11 +443,7 @@ def fused_kernel(q: Tensor, mask: Tensor | None) -> str | None:
 
 def has_fused_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a fused kernel attends where neither soft cap nor ALiBi forbid it."""
-    if device.type == "cpu":
-        return _FUSED is not None
-    if ATTENTION in switched_off:
-        return False
-    return device_kernel(device, dtype, head_dim, has_mask=False) is not None
+    return fused_kernel(torch.empty((0, head_dim), dtype=dtype, device=device), None) is not None
 
 
 @lru_cache
@@ -512,22 +520,16 @@ class TopK:
 
 
 def select_top_k(
-    q: Tensor,
-    k: Tensor,
-    config: AttentionConfig,
-    positions: Tensor,
-    mask: Tensor,
-    counts: Tensor,
-    largest: int,
+    q: Tensor, k: Tensor, config: AttentionConfig, positions: Tensor, visible: VisibleKeys
 ) -> TopK:
     """Select the older keys of one query per sequence.
 
     q: [B, Hq, D].
     k: [B, Hk, S, D].
     positions: [B], of the queries among the keys.
-    mask: additive [B, 1, 1, S].
-    counts: [B], how many keys each query selects; largest: the largest of them.
     """
+    mask, counts, largest = visible.mask, visible.num_selected, visible.max_selected
+    assert mask is not None and counts is not None
     scores = config.scores(q.unflatten(1, (k.shape[1], -1)), k)
     scores = _with_slopes(scores, config, positions[:, None]) + mask
     keys = _weights(scores).topk(largest, dim=-1).indices
@@ -547,11 +549,10 @@ def attend_top_k(
     parts = []
     for chunk in chunks:
         queries, older = q[chunk.queries], chunk.quantized.stop - chunk.quantized.start
-        positions = torch.arange(chunk.queries.start, chunk.queries.stop, device=q.device)
+        positions, _ = chunk.positions
         k, v = (x[chunk.plain].transpose(0, 1) for x in plain)
-        part = attend_prefix(
-            queries, k, v, config, positions - chunk.plain.start, chunk.mask[:, older:]
-        )
+        newer = VisibleKeys(chunk.mask[:, older:])
+        part = attend_prefix(queries, (k, v), config, positions - chunk.plain.start, newer)
         if older:
             selected = _attend_selected(
                 queries, quantized, config, positions - chunk.quantized.start, chunk

@@ -229,21 +229,19 @@ class ModelConfig(Identified, ABC):
 
     @property
     def key_layers(self) -> tuple[int | None, ...]:
-        """For each layer the layer of the whole model whose keys and values it attends with; None
-        if it has none.
+        """For each layer the layer of the whole model that computes its keys and values, or None.
 
-        (None, 1, 1): the first layer keeps a state instead, the last one shares the keys of the one
-            before.
+        layer           0    1  2
+        key_layers    None   1  1     layer 0 keeps a state instead; layer 2 uses 1's keys again
+        cache_layers  None   0  0     which of the stored keys and values these are
         """
         return tuple(range(self.layers_before, self.layers_before + self.num_layers))
 
     @cached_property
     def cache_layers(self) -> tuple[int | None, ...]:
-        """For each layer the number of the stored keys and values that it attends with; None if it
-        attends to none.
+        """For each layer the number of the stored keys and values that it attends with, or None.
 
-        Some layers use those of an earlier one; the first of them here stores them. `key_layers` of
-        (None, 1, 1) give (None, 0, 0).
+        The first layer here that has a number stores them (`key_layers`).
         """
         numbers: dict[int, int] = {}
         return tuple(
@@ -316,14 +314,14 @@ class ModelConfig(Identified, ABC):
         """Stage -> the first one with tensors of equal shapes: sizes are computed once for all of a
         kind.
         """
-        found: dict[Hashable, str] = {}
+        firsts: dict[Hashable, str] = {}
         kinds = {
             stage: stage
             if stage in (EMBED, HEAD)
             else self.layer_kind(int(stage.removeprefix("layers.")))
             for stage in stage_names(self)
         }
-        return {stage: found.setdefault(kind, stage) for stage, kind in kinds.items()}
+        return {stage: firsts.setdefault(kind, stage) for stage, kind in kinds.items()}
 
     @cached_property
     def head_flops_per_token(self) -> int:

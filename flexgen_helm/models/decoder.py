@@ -22,7 +22,7 @@ from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.decoder_config import RESIDUALS, DecoderConfig, RopeConfig
-from flexgen_helm.models.routing import ExpertSizes, RoutedTokens, run_together, wait_for_experts
+from flexgen_helm.models.routing import RoutedTokens, RowExperts, run_together, wait_for_experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +144,11 @@ class StageWeights(Products, Protocol):
         """
         ...
 
-    def expert_linear(self, sizes: ExpertSizes, name: str, x: Tensor) -> Tensor:
+    def expert_linear(self, experts: RowExperts, name: str, x: Tensor) -> Tensor:
         """x [rows, in] times the matrix of each row's expert -> [rows, out]; `name` has {} for the
         expert's number.
         """
-        parts = zip(sizes, x.split([*sizes.values()]))
+        parts = zip(experts.sizes, x.split([*experts.sizes.values()]))
         products = [self.linear(name.format(number), part) for number, part in parts]
         return products[0] if len(products) == 1 else torch.cat(products)
 
@@ -166,11 +166,11 @@ class _OfExperts(Products):
     """Matrices of several experts as those of one."""
 
     weights: StageWeights
-    sizes: ExpertSizes
+    experts: RowExperts
     repeatable: bool = False
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return self.weights.expert_linear(self.sizes, name, x)
+        return self.weights.expert_linear(self.experts, name, x)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -255,8 +255,7 @@ class Decoder:
         hidden = batch.take_hidden()
         attention = partial(self._attention, weights, layer, batch)
         if residual.parallel:
-            x = layer_rows.add(attention(hidden), hidden)
-            return layer_rows.add(x, mlp(hidden))
+            return attention(hidden).add_(hidden).add_(mlp(hidden))
         hidden = self._add(weights, "attn", attention(hidden), hidden)
         return self._add(weights, "mlp", mlp(hidden), hidden)
 
@@ -300,7 +299,7 @@ class Decoder:
         residual = RESIDUALS[self.config.residual]
         if residual.output_norm:
             x = self._norm(weights, f"{block}_post_norm", x)
-        hidden = layer_rows.add(x, hidden)
+        hidden = x.add_(hidden)
         return self._norm(weights, f"{block}_norm", hidden) if residual.sum_norm else hidden
 
     def _mlp(self, weights: Products, name: str, x: Tensor) -> Tensor:
@@ -327,10 +326,10 @@ class Decoder:
         probabilities.
         """
 
-        def experts(sizes: ExpertSizes, _: Tensor | int, x: Tensor) -> Tensor:
-            if len(sizes) > 1:
-                return self._mlp(_OfExperts(weights, sizes), "mlp.experts.{}", x)
-            return self._mlp(weights, f"mlp.experts.{next(iter(sizes))}", x)
+        def experts(of_rows: RowExperts, x: Tensor) -> Tensor:
+            if len(of_rows.sizes) > 1:
+                return self._mlp(_OfExperts(weights, of_rows), "mlp.experts.{}", x)
+            return self._mlp(weights, f"mlp.experts.{next(iter(of_rows.sizes))}", x)
 
         # [T, E]
         probabilities = torch.softmax(weights.linear("mlp.router", norm(hidden)).float(), dim=-1)

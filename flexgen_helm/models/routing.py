@@ -3,12 +3,11 @@ expert.
 
 An expert is wanted once for all tokens of a pass, so that it is read once. So each batch runs in a
 coroutine of its own (a greenlet: the code of a module cannot be left otherwise) until it comes to
-    its experts, and waits there for the rest:
+its experts, and waits there for the rest:
 
     batch 0   attention, router |                        | sum, …
     batch 1                     attention, router |      |       sum, …
-    experts                                         0 1 2 …            each with its tokens of all
-    batches
+    experts                                         0 1 2 …    each with its tokens of all batches
 
 Shapes: T tokens of a batch, H hidden size, E experts of a layer, K experts of a token.
 """
@@ -20,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,20 @@ from flexgen_helm.concurrency import stop_point
 # Called with the experts that tokens use, in order, and the number of these tokens
 # (`StageWeights.use_experts`).
 Announce = Callable[[Sequence[int], int], None]
-# How many rows of sorted tokens each of some experts has, by number, in order.
-ExpertSizes = Mapping[int, int]
 # Rows of one product with an expert: bounds the workspace without changing a result.
 _EXPERT_ROWS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class RowExperts:
+    """Whose rows are sorted by expert.
+
+    sizes: rows of each of some experts, by number, in order.
+    numbers: of each row's expert [rows], on the device; or of the only one.
+    """
+
+    sizes: Mapping[int, int]
+    numbers: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +54,7 @@ class RoutedTokens:
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
-    experts: sizes, expert of each row [rows] or the one of all, tokens [rows, H] -> results [rows,
-        H]; both may be overwritten.
+    experts: of each row, and tokens [rows, H] -> results [rows, H]; both may be overwritten.
     at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one
         after the other.
     weighs_input: the shares are factors on what experts are given instead of on their results
@@ -56,20 +65,18 @@ class RoutedTokens:
     selected: Tensor
     weights: Tensor
     num_experts: int
-    experts: Callable[[ExpertSizes, Tensor | int, Tensor], Tensor]
+    experts: Callable[[RowExperts, Tensor], Tensor]
     at_once: bool
     weighs_input: bool = False
     given: Callable[[Tensor], Tensor] = Tensor.contiguous
 
-    def products(
-        self, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor, shares: Tensor
-    ) -> Tensor:
+    def products(self, experts: RowExperts, x: Tensor, shares: Tensor) -> Tensor:
         """Return the weighted results of rows x, as of `experts`; shares: [rows, 1]."""
         stop_point()
         x = self.given(x)
         if self.weighs_input:
-            return self.experts(sizes, numbers, x.mul_(shares))
-        return self.experts(sizes, numbers, x).mul_(shares)
+            return self.experts(experts, x.mul_(shares))
+        return self.experts(experts, x).mul_(shares)
 
 
 def run_together(
@@ -121,8 +128,8 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
     Tokens are sorted by expert, so that an expert multiplies all of them in one product, of
     `_EXPERT_ROWS` at most:
 
-        sorted   | tokens of expert 0 | of 1 |  | of 3 …        bounds: 0 … first of each expert and
-        batch … T K
+        sorted   | tokens of expert 0 | of 1 |  | of 3 …
+        bounds   0 … first of each expert and batch … T K
 
     A token's results are added in the order of expert numbers, whatever else is in its batch.
 
@@ -154,7 +161,7 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
         for rows, parts in _tiles(bounds[number * count : (number + 1) * count + 1]):
             gathered = [batches[index].x.index_select(0, tokens[part]) for index, part in parts]
             x = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
-            y = first.products({number: len(x)}, number, x, shares[rows])
+            y = first.products(RowExperts({number: len(x)}, number), x, shares[rows])
             for index, part in parts:
                 out[index].index_add_(
                     0, tokens[part], y[part.start - rows.start : part.stop - rows.start]
@@ -172,7 +179,7 @@ def _at_once(
     for rows, parts in _tiles(bounds):
         sizes = {number: part.stop - part.start for number, part in parts}
         x = batch.x.index_select(0, tokens[rows])
-        results[rows] = batch.products(sizes, experts[rows], x, shares[rows])
+        results[rows] = batch.products(RowExperts(sizes, experts[rows]), x, shares[rows])
     out = torch.zeros_like(batch.x)
     for of_rank in tokens.argsort(stable=True).view(len(out), -1).unbind(1):
         out.add_(results.index_select(0, of_rank))

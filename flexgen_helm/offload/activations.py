@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.staging import Allocation, aligned
-from flexgen_helm.offload.transfer_manager import Launched, TransferManager
-from flexgen_helm.tiers import TIERS, Tier
+from flexgen_helm.offload.staging import Allocation
+from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.tiers import TIERS, Tier, aligned
 
 
 @dataclass(eq=False)

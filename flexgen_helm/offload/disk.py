@@ -33,8 +33,8 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
 from flexgen_helm.files import exact_size, naming
 from flexgen_helm.locks import InUseError, locked
+from flexgen_helm.offload.rate_limit import DiskRates
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
-from flexgen_helm.offload.transfer_stats import DiskRates
 
 # Bytes of one read or write: enough for the disk's full rate, few enough to be cancelled soon.
 _CHUNK = 8 << 20
@@ -84,11 +84,11 @@ class DirectFile:
 
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill the buffer from `offset` on."""
-        self._transfer(os.preadv, offset, buffer)
+        self._transfer(False, offset, buffer)
 
     def write(self, offset: int, buffer: Tensor) -> None:
         """Write the buffer at `offset`."""
-        self._transfer(os.pwritev, offset, buffer)
+        self._transfer(True, offset, buffer)
 
     def read_tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Read what `write_tensor` stored at `offset`, into new host memory."""
@@ -114,21 +114,16 @@ class DirectFile:
             with suppress(OSError):  # with its run's folder, or by the next run
                 self.path.unlink()
 
-    def _transfer(
-        self, call: Callable[[int, list[memoryview], int], int], offset: int, buffer: Tensor
-    ) -> None:
+    def _transfer(self, is_write: bool, offset: int, buffer: Tensor) -> None:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        call: Callable[[int, list[memoryview], int], int] = os.pwritev if is_write else os.preadv
         assert (
             offset % ALIGNMENT == 0
             and len(view) % ALIGNMENT == 0
             and offset + len(view) <= self.size
         )
         done, size = 0, min(len(view), self._end - offset)
-        with (
-            nullcontext()
-            if self._rates is None
-            else self._rates.of(call is os.pwritev).transfer(size)
-        ):
+        with nullcontext() if self._rates is None else self._rates.of(is_write).transfer(size):
             try:
                 while done < size:
                     count = call(self._descriptor, [view[done : done + _CHUNK]], offset + done)
@@ -138,7 +133,7 @@ class DirectFile:
                             f"{self.path} ends {size - done} bytes early; delete it and run again"
                         )
                     if not self.direct:
-                        if call is os.pwritev:
+                        if is_write:
                             os.fdatasync(self._descriptor)
                         os.posix_fadvise(
                             self._descriptor, offset + done, count, os.POSIX_FADV_DONTNEED
@@ -149,10 +144,13 @@ class DirectFile:
 
 
 class CheckpointFile(DirectFile):
-    """A file of a checkpoint, read where it is, as far as its last page."""
+    """A file of a checkpoint, read where it is, as far as its last page; it cannot be written."""
 
     def __init__(self, source: SourceFile, rates: DiskRates | None = None) -> None:
-        """Raises `CheckpointError` if the file is another than the checkpoint's."""
+        """Open for reading alone, whatever the file's size.
+
+        Raises `CheckpointError` if the file is another than the checkpoint's.
+        """
         self._source, self._rates = source, rates
         self.path, self.size, self._end = source.path, aligned(source.size), source.size
         try:
@@ -199,7 +197,7 @@ class OffloadDirectory:
         """Create a file of this run."""
         return DirectFile(self.run / name, size, create=True, rates=self._rates)
 
-    def weights(self, fingerprint: str, fmt: str) -> "WeightFiles":
+    def weights(self, fingerprint: str, fmt: str) -> WeightFiles:
         """Return the files of a model's weights.
 
         fingerprint: of the checkpoint.
@@ -260,19 +258,9 @@ class WeightFiles:
             raise _offload_error(error, path, size) from error
         return DirectFile(path, size, create=False, rates=self._rates)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files that are there."""
-        paths = self._folder.glob("[!.]*")
-        return sum(
-            path.stat().st_size
-            for path in paths
-            if path.suffix not in (".part", ".txt", ".json", ".lock")
-        )
-
     def ensure_checked(self, name: str, tiles: Iterable[Tensor]) -> None:
-        """Read the tiles of a matrix that stays in the checkpoint's file, which checks them, unless
-        that was done.
+        """Check a matrix that stays in the checkpoint's file, by reading its tiles; once for all
+        runs.
         """
         path = self._folder / "checked.txt"
         try:
@@ -284,7 +272,8 @@ class WeightFiles:
                 for _ in tiles:
                     pass
                 with locked(self._lock), path.open("a", encoding="utf-8") as file:
-                    file.write(f"\n{name}\n")  # behind what a killed process may have begun
+                    # on a line of its own, whatever a killed process has begun to write
+                    file.write(f"\n{name}\n")
                 self._checked.add(name)
         except OSError as error:
             raise _offload_error(error, path, ALIGNMENT) from error
@@ -293,7 +282,8 @@ class WeightFiles:
         """Write a matrix under another name, then rename it."""
         part = path.with_name(path.name + ".part")
         for abandoned in self._folder.glob("*.part"):
-            abandoned.unlink(missing_ok=True)  # by a killed process: this one has the lock
+            # left by a killed process: no other can write now, as this one has the lock
+            abandoned.unlink(missing_ok=True)
         file = DirectFile(part, size, create=True)
         try:
             buffer = pages(_CHUNK)
@@ -323,8 +313,8 @@ def written_bytes(folder: Path, fingerprint: str, fmt: str) -> int:
     """Return the bytes of the weight files that an offload directory has; see
     `OffloadDirectory.weights`.
     """
-    path = _weights_folder(folder, fingerprint, fmt)
-    return WeightFiles(path).num_bytes if path.is_dir() else 0
+    paths = _weights_folder(folder, fingerprint, fmt).glob("[!.]*")  # none where it is absent
+    return sum(path.stat().st_size for path in paths if path.suffix not in (".part", ".txt"))
 
 
 def _weights_folder(folder: Path, fingerprint: str, fmt: str) -> Path:
@@ -336,7 +326,9 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Open a file; return its descriptor and whether its I/O is direct."""
+    """Open a file for direct I/O if the file system has it; return the descriptor and whether it
+    has.
+    """
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True
     except OSError as error:

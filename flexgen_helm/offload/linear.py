@@ -29,21 +29,21 @@ def tiled_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    fmt: StoredFormat | None = None,
-    rows: int = 0,
+    packed: tuple[StoredFormat, int] | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Multiply x [T, in] by a stored weight transposed and add the bias [out] -> [T, out].
 
-    weight: [out, in] in any dtype; with `fmt` the packed stripes [stripes, bytes] of `rows` rows.
+    weight: [out, in] in any dtype; or stripes [stripes, bytes] of a matrix that is packed in some
+        format, with so many rows.
     batch_invariant: the order of sums does not depend on T.
     """
+    fmt, rows = packed or (None, len(weight))
     if fmt is None:
         if weight.dtype == x.dtype:
             return linear(x, weight, bias, batch_invariant)
         if (y := linear_as_stored(x, weight, bias, batch_invariant)) is not None:
             return y
-        rows = weight.shape[0]
     elif isinstance(fmt, BlockFormat):
         if (y := block_matmul(x, weight, fmt, bias, batch_invariant)) is not None:
             return y

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count, takewhile
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.checkpoint.fetch import local_weights
 from flexgen_helm.checkpoint.fingerprint import SourceFile
+from flexgen_helm.checkpoint.local_files import local_weights
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.published import read_blocks
 from flexgen_helm.checkpoint.stored_tensors import StoredRows
-from flexgen_helm.config import WeightSource
+from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
 from flexgen_helm.kernels.team import stay_alone
-from flexgen_helm.models.config import expert_of
+from flexgen_helm.models.config import expert_number, expert_of
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
 from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
@@ -56,29 +56,24 @@ from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEM
 
 
 def bytes_at_rest(
-    model: ResolvedModel,
-    precision: Precision,
-    folder: Path,
-    with_written: bool,
-    weights: WeightSource,
-    seed: int,
+    model: ResolvedModel, precision: Precision, folder: Path, config: EngineConfig
 ) -> int:
     """Return the bytes of a model's matrices that need no more room below `folder`; 0 before the
     model is fetched.
 
-    with_written: see `WeightsAtRest.num_bytes`.
-    weights, seed: see `open_checkpoint`.
+    config: of the engine; without a limit for the disk, files that hold weights already count too.
 
     Raises `CheckpointError` for weights that cannot be used.
     """
-    if weights == "pretrained" and local_weights(model) is None:
+    if config.weights == "pretrained" and local_weights(model) is None:
         return 0
-    checkpoint = open_checkpoint(model, weights=weights, seed=seed)
+    checkpoint = open_checkpoint(model, weights=config.weights, seed=config.seed)
     precision = replace(
-        precision, published=PublishedFormats(checkpoint.formats, checkpoint.gathers)
+        precision, published=PublishedFormats(checkpoint.formats, checkpoint.rows_are_gathered)
     )
     sizes = StorageSizes(checkpoint.config, precision).matrices
-    return WeightsAtRest(checkpoint, precision, folder).num_bytes(sizes, with_written)
+    at_rest = WeightsAtRest(checkpoint, precision, folder)
+    return at_rest.num_bytes(sizes, with_written=config.limits.disk is None)
 
 
 class WeightsAtRest:
@@ -332,6 +327,8 @@ class MatrixLoader:
     """Loads the tensors of one checkpoint. The caller claims their memory first.
 
     Files of which matrices are read stay open until it is closed.
+    stacks: resident matrices [E, out, in] of all experts of a layer that one product takes, by
+        their name with {} for an expert's number.
     phase: 'load', until unchecked values had to be read ('verify') or a weight file to be written
         ('convert').
     """
@@ -342,15 +339,16 @@ class MatrixLoader:
         tiers: TransferManager,
         precision: Precision,
         dtype: torch.dtype,
+        is_offloaded: bool,
     ) -> None:
-        """dtype: of computing."""
-        self._checkpoint, self._tiers, self._precision, self._dtype = (
-            checkpoint,
-            tiers,
-            precision,
-            dtype,
-        )
+        """dtype: of computing.
+
+        is_offloaded: some matrices do not rest on the compute device.
+        """
+        self._checkpoint, self._tiers, self._precision = checkpoint, tiers, precision
+        self._dtype, self._is_offloaded = dtype, is_offloaded
         self._at_rest = WeightsAtRest(checkpoint, precision, tiers.folder)
+        self.stacks: dict[str, Tensor] = {}
         self.phase: Literal["load", "verify", "convert"] = "load"
         self._files: dict[str, WeightFiles] = {}  # by label
         self._pages = Pages()
@@ -389,7 +387,7 @@ class MatrixLoader:
         """
         (shape, stored), copy_engine = self._storage(name), self._tiers.copy_engine
         if copy_engine is not None and self._tiers.device.type != "cpu":
-            target = copy_engine.device_memory(shape, dtype or stored)
+            target = self._device_memory(name, shape, dtype or stored)
             _copy_tiles(
                 self._content(name),
                 target,
@@ -405,6 +403,28 @@ class MatrixLoader:
             return packed
         empty = self._pages.empty if dtype in (None, stored) else torch.empty
         return self._checkpoint.tensor(name, empty).to(dtype)
+
+    def _device_memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate a resident tensor: of an expert as a part of a stack, where a kernel multiplies
+        with one. Beside offloaded weights it saves nothing.
+        """
+        engine, expert = self._tiers.copy_engine, expert_of(name)
+        assert engine is not None
+        # Rules of `torch.nn.functional.grouped_mm` from 2.10 to 2.14, for rows of whole 16 bytes;
+        # elsewhere it is a loop that waits for the device.
+        if (
+            expert
+            and not self._is_offloaded
+            and dtype == self._dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(engine.device)[0] in (9, 10)
+            and shape[-1] % 8 == 0
+        ):
+            of_all = f"{expert.rpartition('.')[0]}.{{}}{name.removeprefix(expert)}"
+            if of_all not in self.stacks:
+                known = takewhile(self._checkpoint.shapes.__contains__, map(of_all.format, count()))
+                self.stacks[of_all] = engine.device_memory((len([*known]), *shape), dtype)
+            return self.stacks[of_all][expert_number(expert)]
+        return engine.device_memory(shape, dtype)
 
     def to_host(self, name: str) -> HostMatrix:
         """Load a matrix to host memory, behind the link."""

@@ -26,9 +26,9 @@ from itertools import dropwhile, takewhile
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.staging import aligned, pages
+from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.tiers import NUM_LOADERS
+from flexgen_helm.tiers import NUM_LOADERS, aligned, aligned_read_bytes
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns
 # them [count, in].
@@ -89,7 +89,7 @@ class StagingRing:
         self._slots.append(slot)
         return slot
 
-    def release(self, slot: RingSlot, readers: torch.cuda.Event | None = None) -> None:
+    def release(self, slot: RingSlot, readers: torch.cuda.Event | None) -> None:
         """Let a slot be reused once all older ones are released; readers: work that was launched
         until now.
         """
@@ -146,26 +146,26 @@ class StreamedMatrix:
 
 @dataclass(eq=False)
 class Unit:
-    """Rows [first, first + count) of a matrix. slot, rows: once it is being loaded, until it is
-    released.
+    """Rows [first, first + num_rows) of a matrix.
+
+    slot, loading: where its rows come, and the rows themselves; from the begin of its load until
+        it is released.
     """
 
     matrix: StreamedMatrix
     first: int
-    count: int
+    num_rows: int
     slot: RingSlot | None = None
-    rows: Future[Tensor] | None = None
+    loading: Future[Tensor] | None = None
 
     @property
     def ring_bytes(self) -> int:
-        return ring_bytes(self.count, self.matrix.row_bytes)
+        return ring_bytes(self.num_rows, self.matrix.row_bytes)
 
 
 def ring_bytes(rows: int, row_bytes: int) -> int:
-    """Return the memory that a tile is read into: aligned reads may begin before it and end behind
-    it.
-    """
-    return aligned(rows * row_bytes) + 2 * aligned(1)
+    """Return the memory that a tile is read into."""
+    return aligned_read_bytes(rows * row_bytes)
 
 
 def fits(matrices: Sequence[StreamedMatrix], capacity: int) -> bool:
@@ -177,8 +177,11 @@ def fits(matrices: Sequence[StreamedMatrix], capacity: int) -> bool:
 
 @dataclass(eq=False)
 class _Visit:
-    """uses_left: None while the visit's pass has not begun. keeps: the stage stays in the ring
-    until its last use.
+    """A visit that was announced, with the units of it that are not released yet.
+
+    uses_left: None while the visit's pass has not begun.
+    keeps: the stage stays in the ring until its last use. Otherwise its units follow each other
+        once for every use.
     """
 
     stage: str
@@ -192,33 +195,28 @@ class WeightPrefetcher:
     surface at the use.
     """
 
-    def __init__(self, ring: StagingRing, tiers: TransferManager) -> None:
-        self._ring, self._tiers = ring, tiers
+    def __init__(self, ring: StagingRing, transfers: TransferManager) -> None:
+        self._ring, self._transfers = ring, transfers
         self._visits: deque[_Visit] = deque()
         self._queue: deque[Unit] = deque()  # those that the ring has no room for yet
 
     @property
     def wants_more(self) -> bool:
-        """Whether the units that wait for room fill less than the ring, so one item may use up all
-        announced ones.
-        """
+        """Whether more visits should be announced: the units that wait would not fill the ring."""
         return sum(unit.ring_bytes for unit in self._queue) < self._ring.capacity
 
     @property
     def has_expected(self) -> bool:
-        """Whether visits of a pass that had not begun are announced, whose uses are still to be
-        said.
-        """
+        """Whether a visit is announced whose number of uses is not known yet."""
         return any(visit.uses_left is None for visit in self._visits)
 
     def start(self, stage: str, matrices: Sequence[StreamedMatrix], uses: int | None) -> bool:
-        """Announce the next visit and begin to load it: `stage` will be used `uses` times in a row.
+        """Announce the next visit and begin to load it; return whether it was announced.
 
-        A visit of the next pass, whose batches are not known yet, is announced with None; its uses
-        are announced when that pass begins. Where nothing can be loaded without them, as the stage
-        does not fit into the ring, such a visit is not announced, and False returned.
-
-        matrices: what it needs, in the order of use.
+        matrices: what the stage needs, in the order of use.
+        uses: how often in a row the stage will be used. None for a visit of the next pass, whose
+            batches are not known yet: the visit is announced again when that pass begins. Without
+            uses only a stage that fits into the ring can be announced.
         """
         expected = next((visit for visit in self._visits if visit.uses_left is None), None)
         if expected is not None and uses is not None:
@@ -228,9 +226,9 @@ class WeightPrefetcher:
         keeps = fits(matrices, self._ring.capacity)
         if uses is None and not keeps:
             return False
-        rounds = 1 if keeps else uses
-        assert rounds is not None
-        units = deque(unit for _ in range(rounds) for matrix in matrices for unit in matrix.units())
+        loads = 1 if keeps else uses
+        assert loads is not None
+        units = deque(unit for _ in range(loads) for matrix in matrices for unit in matrix.units())
         self._visits.append(_Visit(stage, uses, keeps, units))
         self._queue.extend(units)
         self._load_ahead()
@@ -247,32 +245,37 @@ class WeightPrefetcher:
         assert visit.uses_left is not None and (visit.keeps or not is_repeated)
         is_last = visit.uses_left == 1
 
-        def rows(name: str) -> Iterator[tuple[int, Tensor]]:
-            if visit.keeps:
-                for unit in [unit for unit in visit.units if unit.matrix.name == name]:
-                    yield unit.first, self._loaded(unit)
-                    if is_last and not is_repeated:
-                        visit.units.remove(unit)
-                        self._release(unit)
-                return
-            # In order: units before the wanted matrix are not needed this time.
-            while visit.units[0].matrix.name != name:
-                self._release(visit.units.popleft())
-            rows_left = visit.units[0].matrix.rows
-            while rows_left:
-                # still the visit's while it is used: an error there must not lose its slot
-                unit = visit.units[0]
-                yield unit.first, self._loaded(unit)
-                visit.units.popleft()
-                self._release(unit)
-                rows_left -= unit.count
-
-        yield rows
+        if visit.keeps:
+            yield partial(self._kept, visit, is_last and not is_repeated)
+        else:
+            yield partial(self._passing, visit)
         visit.uses_left -= 1
         if is_last:
             while visit.units:
                 self._release(visit.units.popleft())
             self._visits.popleft()
+
+    def _kept(self, visit: _Visit, releases: bool, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a matrix whose stage the ring keeps; releases: for the last time."""
+        for unit in [unit for unit in visit.units if unit.matrix.name == name]:
+            yield unit.first, self._loaded(unit)
+            if releases:
+                visit.units.remove(unit)
+                self._release(unit)
+
+    def _passing(self, visit: _Visit, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a matrix whose stage passes through the ring."""
+        # In order: units before the wanted matrix are not needed this time.
+        while visit.units[0].matrix.name != name:
+            self._release(visit.units.popleft())
+        rows_left = visit.units[0].matrix.rows
+        while rows_left:
+            # still the visit's while it is used: an error there must not lose its slot
+            unit = visit.units[0]
+            yield unit.first, self._loaded(unit)
+            visit.units.popleft()
+            self._release(unit)
+            rows_left -= unit.num_rows
 
     def cancel(self) -> None:
         """Forget all announced visits; loads under way are waited for and dropped."""
@@ -289,21 +292,21 @@ class WeightPrefetcher:
             unit = self._queue.popleft()
             unit.slot = slot
             load = partial(self._load, unit, slot)
-            unit.rows = self._tiers.submit("weights loader", load, NUM_LOADERS)
+            unit.loading = self._transfers.submit("weights loader", load, NUM_LOADERS)
 
     def _load(self, unit: Unit, slot: RingSlot) -> Tensor:
         """Runs in a background thread."""
-        with self._tiers.stats.timed("load_weights"):
+        with self._transfers.stats.timed("load_weights"):
             if slot.after is not None:
                 slot.after.synchronize()
-            return unit.matrix.fetch(unit.first, unit.count, self._ring.memory(slot))
+            return unit.matrix.fetch(unit.first, unit.num_rows, self._ring.memory(slot))
 
     def _loaded(self, unit: Unit) -> Tensor:
-        assert unit.rows is not None, "all units before it are released, so the ring has room"
-        if not unit.rows.done():
-            with self._tiers.stats.timed("wait_weights"):
-                unit.rows.exception()
-        return unit.rows.result()
+        assert unit.loading is not None, "all units before it are released, so the ring has room"
+        if not unit.loading.done():
+            with self._transfers.stats.timed("wait_weights"):
+                unit.loading.exception()  # waits
+        return unit.loading.result()
 
     def _release(self, unit: Unit) -> None:
         """Give a unit's memory back, after its load; or take one that nobody needs from the
@@ -312,8 +315,8 @@ class WeightPrefetcher:
         if unit.slot is None:
             self._queue.remove(unit)
             return
-        assert unit.rows is not None
-        unit.rows.exception()  # waits
-        self._ring.release(unit.slot, self._tiers.launched())
-        unit.slot = unit.rows = None
+        assert unit.loading is not None
+        unit.loading.exception()  # waits
+        self._ring.release(unit.slot, self._transfers.launched())
+        unit.slot = unit.loading = None
         self._load_ahead()

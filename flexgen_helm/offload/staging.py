@@ -16,18 +16,13 @@ from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.tiers import ALIGNMENT, Tier, limit_flag
+from flexgen_helm.tiers import ALIGNMENT, Tier, aligned, limit_flag
 
 # Allocations from this size on ask for huge pages (2 MiB on most machines).
 _HUGE_PAGES_FROM = 4 << 20
 # Bytes of an allocation that tensors share: what no tensor uses was never written, and takes no
 # memory.
 _PAGES_BYTES, _LINE_BYTES = 64 << 20, 64
-
-
-def aligned(num_bytes: int) -> int:
-    """Round up to a multiple of `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def pages(num_bytes: int) -> Tensor:

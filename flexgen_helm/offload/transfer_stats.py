@@ -21,17 +21,24 @@ LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
+class ExpertUses(NamedTuple):
+    """Uses of a layer by so many tokens, and experts that these used, all together."""
+
+    num_uses: int = 0
+    num_experts: int = 0
+
+
 @dataclass
 class ExpertCounts:
     """Uses of experts; a use is one layer, by the tokens whose experts are computed together.
 
-    touched: so many tokens -> uses by them, and experts that these used, all together.
+    touched: so many tokens -> uses by them.
     routed_bytes: of the offloaded experts that were used, as if each use had read its own.
     read_bytes: of offloaded experts; less than `routed_bytes` where experts were kept.
     wasted_bytes: of those, expected and not used before they were dropped.
     """
 
-    touched: dict[int, tuple[int, int]] = field(default_factory=dict)
+    touched: dict[int, ExpertUses] = field(default_factory=dict)
     routed_bytes: int = 0
     read_bytes: int = 0
     wasted_bytes: int = 0
@@ -53,8 +60,9 @@ class TransferStats:
     def count_experts(self, tokens: int, experts: int, routed_bytes: int) -> None:
         """Count the experts that `tokens` tokens use in one layer."""
         with self._lock:
-            uses, touched = self.experts.touched.get(tokens, (0, 0))
-            self.experts.touched[tokens] = uses + 1, touched + experts
+            before = self.experts.touched.get(tokens, ExpertUses())
+            uses = ExpertUses(before.num_uses + 1, before.num_experts + experts)
+            self.experts.touched[tokens] = uses
             self.experts.routed_bytes += routed_bytes
 
     def count_expert_reads(self, read_bytes: int, wasted_bytes: int = 0) -> None:
@@ -98,15 +106,17 @@ class PassReads:
         pass ends.
         """
         self._stats, self._disk_bytes, self._ahead_bytes = stats, disk_bytes, ahead_bytes
-        # before: that earlier passes read
-        self._num_passes, self._before, self._pass_bytes = 1, 0, disk_bytes
-        # Times and bytes of all kinds until then, of the last reports: 2 s or more, or a few
-        # layers.
-        self._seen = deque([(time.perf_counter(), 0)], maxlen=20)
+        self._num_passes, self._pass_bytes = 1, disk_bytes
+        self._before = 0  # bytes that earlier passes read
+        # Times, and bytes of all kinds that were read until then, of the last reports: 2 s or more,
+        # or a few layers.
+        self._readings = deque([(time.perf_counter(), 0)], maxlen=20)
 
-    def of(self, num_passes: int) -> dict[str, Any]:
-        """Return fields of `Progress`: the first pass is to read all weights, a later one as much
-        as that before.
+    def progress(self, num_passes: int) -> dict[str, Any]:
+        """Return fields of `Progress`.
+
+        The first pass is to read all weights, a later one as much as that before.
+        num_passes: begun so far.
         """
         read = self._stats.bytes()["disk_to_cpu"]
         weights = read["weights"]
@@ -117,40 +127,10 @@ class PassReads:
             self._pass_bytes = (before - self._before) // more
             self._before = before
             self._num_passes = num_passes
-        self._seen.append((time.perf_counter(), sum(read.values())))
-        (since, until), (then, total) = self._seen[0], self._seen[-1]
+        self._readings.append((time.perf_counter(), sum(read.values())))
+        (first_s, first_bytes), (last_s, last_bytes) = self._readings[0], self._readings[-1]
         return {
             "read_bytes": min(weights - self._before, self._pass_bytes),
             "pass_bytes": self._pass_bytes,
-            "read_bytes_s": (total - until) / max(1e-9, then - since),
+            "read_bytes_s": (last_bytes - first_bytes) / max(1e-9, last_s - first_s),
         }
-
-
-# Links and disks that are simulated: transfers that take as long as they would at a given rate.
-
-
-class RateLimit:
-    """One direction of a link or disk: one transfer at a time, no faster than a rate."""
-
-    def __init__(self, gb_s: float | None) -> None:
-        """gb_s: GB/s; None for as fast as a transfer is."""
-        self._lock, self._gb_s = threading.Lock(), gb_s
-
-    @contextmanager
-    def transfer(self, num_bytes: int) -> Iterator[None]:
-        """Wait for the transfers before; then let this one take the time of its bytes."""
-        with self._lock:
-            start = time.perf_counter()
-            yield
-            if self._gb_s is not None:
-                time.sleep(max(0.0, num_bytes / (self._gb_s * 1e9) - (time.perf_counter() - start)))
-
-
-class DiskRates(NamedTuple):
-    """Both directions of a simulated disk, which all of its files share."""
-
-    read: RateLimit
-    write: RateLimit
-
-    def of(self, writes: bool) -> RateLimit:
-        return self.write if writes else self.read

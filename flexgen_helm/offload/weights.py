@@ -26,7 +26,6 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.amx import amx_matmuls
-from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.models.config import (
     EMBED,
     EMBED_TABLE,
@@ -38,6 +37,7 @@ from flexgen_helm.models.config import (
     tensor_shapes,
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
+from flexgen_helm.models.routing import RowExperts
 from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.linear import dequantize_tiled, join_rows, tiled_linear
 from flexgen_helm.offload.matrices import (
@@ -56,15 +56,15 @@ from flexgen_helm.offload.prefetcher import (
     fits,
     ring_bytes,
 )
-from flexgen_helm.offload.staging import aligned, pages
+from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.kernels import dequantize_into
-from flexgen_helm.scheduling.scheduler import StageVisit
-from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier
+from flexgen_helm.scheduling.stage_visits import StageVisit
+from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, aligned
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller
 # ones only if they let a whole stage fit into the staging ring.
@@ -103,6 +103,7 @@ class TieredWeights:
     """The weights of a model, each matrix on the tier that its placement names.
 
     tensors: by canonical name.
+    stacks: of matrices of experts, as `MatrixLoader` has them.
     dtype: the compute dtype.
     streamer: of offloaded experts; None if there are none.
     batch_invariant: the order of a product's sums does not depend on the number of rows.
@@ -135,7 +136,10 @@ class TieredWeights:
         self._experts: dict[str, Expert] = {}  # the offloaded ones
         # offloaded matrices besides experts, by stage
         self._streamed: dict[str, list[StreamedMatrix]] = {}
-        loader = MatrixLoader(checkpoint, tiers, placement.model.precision, dtype)
+        loader = MatrixLoader(
+            checkpoint, tiers, placement.model.precision, dtype, placement.streams_weights
+        )
+        self.stacks = loader.stacks
         self._resources.callback(loader.close)
         try:
             self._load(loader, placement, threads)
@@ -300,6 +304,7 @@ class TieredWeights:
     def close(self) -> None:
         """Release all memory and files; harmless when called again."""
         self.tensors.clear()
+        self.stacks.clear()
         self._experts.clear()
         self._streamed.clear()
         self._prefetcher = self.streamer = None
@@ -449,12 +454,13 @@ class _StageView(StageWeights):
     def _product(self, name: str, weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply with a matrix whose rows are in the order in which they rest."""
         fmt, out_size, invariant = weight.fmt, weight.rows, self._weights.batch_invariant
+        packed = None if fmt is None else (fmt, out_size)
         if weight.resident is not None:
-            return tiled_linear(x, weight.resident, bias, fmt, out_size, invariant)
+            return tiled_linear(x, weight.resident, bias, packed, invariant)
         if weight.expert is not None:
             assert self._weights.streamer is not None
             matrix = self._weights.streamer.matrix(weight.expert, f"{self._stage}.{name}.weight")
-            return tiled_linear(x, matrix, bias, fmt, out_size, invariant)
+            return tiled_linear(x, matrix, bias, packed, invariant)
         assert self._streamed_rows is not None
         units = self._streamed_rows(name)
         stripe_rows = 1 if fmt is None else fmt.stripe_rows
@@ -465,9 +471,18 @@ class _StageView(StageWeights):
                 # the last stripe is padded
                 count = min(rows.shape[0] * stripe_rows, out_size - first)
                 part = None if bias is None else bias[first : first + count]
-                yield first, tiled_linear(x, rows, part, fmt, count, invariant)
+                stored = None if fmt is None else (fmt, count)
+                yield first, tiled_linear(x, rows, part, stored, invariant)
 
         return join_rows(parts(), x, out_size)
+
+    def expert_linear(self, experts: RowExperts, name: str, x: Tensor) -> Tensor:
+        stack = self._weights.stacks.get(f"{self._stage}.{name}.weight")
+        if stack is None:
+            return super().expert_linear(experts, name, x)
+        every = torch.arange(len(stack), device=x.device)
+        ends = torch.searchsorted(experts.numbers, every, right=True, out_int32=True)
+        return torch.nn.functional.grouped_mm(x, stack.mT, offs=ends)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         matrices = [self._tensors[f"{self._stage}.{name}.weight"] for name in names]
@@ -480,7 +495,7 @@ class _StageView(StageWeights):
             return super().linears(names, x)
         for name, y in zip(names, products):
             if (bias := self.vector(f"{name}.bias")) is not None:
-                add_bias(y, bias)
+                y.add_(bias)
         return products
 
     def vector(self, name: str) -> Tensor | None:
@@ -490,17 +505,17 @@ class _StageView(StageWeights):
     def lookup(self, name: str, rows: TableRows) -> Tensor:
         table = self._tensors[f"{self._stage}.{name}.weight"]
         if table.resident is not None:
-            found = table.resident.index_select(0, rows.on_device)
+            stored = table.resident.index_select(0, rows.on_device)
         else:
             assert table.offloaded is not None
-            found = table.offloaded.gather(rows.on_host)
+            stored = table.offloaded.gather(rows.on_host)
         if table.fmt is None:
-            return found.to(self._weights.dtype)
+            return stored.to(self._weights.dtype)
         # A row is a stripe of its own (`Precision.tables`).
         out = torch.empty(
-            (found.shape[0], table.width), dtype=self._weights.dtype, device=found.device
+            (stored.shape[0], table.width), dtype=self._weights.dtype, device=stored.device
         )
-        return dequantize_into(found, table.fmt, out)
+        return dequantize_into(stored, table.fmt, out)
 
 
 def _is_table(name: str) -> bool:

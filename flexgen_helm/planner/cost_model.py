@@ -2,7 +2,7 @@
 paper's appendix).
 
 Once block shape and schedule are fixed, everything is linear in the nine placement fractions. So a
-cost is an affine form (`planner.problem`), and one set of equations serves the prediction for a
+cost is an affine form (`planner.affine`), and one set of equations serves the prediction for a
 policy and the search's linear program:
 
     pass  = e max(resources, channels) + (1 - e) sum(resources)
@@ -21,19 +21,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
-from flexgen_helm.planner.problem import (
-    CACHE,
-    CD,
-    HD,
-    HIDDEN,
-    ONE,
-    WD,
-    WEIGHTS,
-    Affine,
-    BlockShape,
-    PlanningProblem,
-    affine,
-)
+from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 from flexgen_helm.tiers import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
@@ -115,9 +104,9 @@ def block_costs(
         return _block_by_layers(problem, shape, resident, reads)
     # Each batch passes all layers by itself: a block of one batch, as many times.
     sequences = float(shape.num_sequences)
-    one = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
+    single_batch = BlockShape(shape.gpu_batch_size, 1, ZIGZAG, sequences / shape.num_gpu_batches)
     whole = replace(problem, ranks=1) if problem.ranks > 1 else problem
-    batch = _block_by_layers(whole, one, resident, reads)
+    batch = _block_by_layers(whole, single_batch, resident, reads)
     prefill_turns, decode_turns = _turns(problem.ranks, shape.num_gpu_batches)
     return replace(
         batch,
@@ -125,7 +114,7 @@ def block_costs(
         sequences=sequences,
         prefill=_repeated(batch.prefill, prefill_turns),
         decode=_repeated(batch.decode, decode_turns),
-        memory=_stored_memory(problem, one, shape.gpu_batch_size, 1, resident),
+        memory=_stored_memory(problem, single_batch, shape.gpu_batch_size, 1, resident),
     )
 
 
@@ -164,7 +153,7 @@ def _block_by_layers(
         sequences,
         _repeated(prefill.times(), shape.passes * _turns(problem.ranks, lanes)[0]),
         decode.times(),
-        0.0 if schedule.is_single_pass else workload.output - 1,
+        0.0 if schedule.is_single_pass else workload.mean_output - 1,
         _stored_memory(problem, shape, sequences, lanes, resident),
         dict.fromkeys(TIERS, 0.0)
         | {problem.compute_tier: problem.workspace_bytes(shape, sequences)},
@@ -206,14 +195,14 @@ class _PassCost:
     @cached_property
     def tokens(self) -> float:
         """Tokens that the pass computes."""
-        return self.sequences * (self.problem.workload.computed if self.prefill else 1.0)
+        return self.sequences * (self.problem.workload.mean_computed if self.prefill else 1.0)
 
     @cached_property
     def batches(self) -> float:
         batch_tokens = float(self.batch_sequences)
         if self.prefill:
             batch_tokens = min(
-                batch_tokens * self.problem.workload.computed, self.problem.batch_tokens
+                batch_tokens * self.problem.workload.mean_computed, self.problem.batch_tokens
             )
         return max(1.0, math.ceil(self.tokens / max(1.0, batch_tokens) - _ROUNDING))
 
@@ -226,7 +215,7 @@ class _PassCost:
     @property
     def context(self) -> float:
         """Positions of a decoding sequence, on average over the block's passes."""
-        return self.problem.workload.prompt + self.problem.workload.output / 2
+        return self.problem.workload.mean_prompt + self.problem.workload.mean_output / 2
 
     def times(self) -> PassTimes:
         disk, link = self.problem.hardware.disk, self.problem.hardware.link
@@ -240,64 +229,69 @@ class _PassCost:
         return times | parts
 
     def _compute_parts(self) -> dict[str, Affine]:
-        """Cost products (bound by operations or by reading the weights), conversions and
-        attention.
-        """
-        problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
-        processor, work = hardware.compute_processor, problem.compute_bytes
-        sequences, batches = self.sequences, self.batches
-        rate = problem.product_flops
-        batch_rows = self.tokens / batches
-        always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
-        expert_rows = problem.expert_rows(self.tokens / self._expert_batches)
-        expert_flops = problem.expert_flops_per_token
-        layers_s = (
-            (config.linear_flops_per_token - expert_flops) * self.tokens / rate.at(batch_rows)
-        )
-        layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
-        # A position of each sequence passes the head, and those of a prompt whose log-probabilities
-        # are asked for.
-        heads_of_each = 1.0 + (problem.workload.scored if self.prefill else 0.0)
-        heads, head_rows = (
-            sequences * heads_of_each,
-            min(sequences, self.batch_sequences) * heads_of_each,
-        )
-        head_s = config.head_flops_per_token * heads / rate.at(head_rows)
-        convert, read_bytes = 0.0, 0.0
-        head_format = problem.precision.format_of(EMBED_TABLE)
-        tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
-        used = self._expert_reads * problem.layer_expert_elements * config.num_layers
-        for elements, fmt, times in (
-            (always, problem.layer_format, batches),
-            (used, problem.layer_format, tiles),
-            (problem.head_elements, head_format, batches),
-        ):
-            converted, read = self._conversion_and_reading(elements, fmt, times)
-            convert += converted
-            read_bytes += times * read
-        reading_s = read_bytes / processor.memory_bytes_s
-        steps = batches if self.prefill else problem.decode_steps(batches, sequences, self.resident)
-        steps *= config.num_layers
-        # an expert takes the interpreter as long as a layer
-        if config.experts is not None and hardware.gpu is None:
-            steps += tiles * used / config.expert_elements
-        between_s = self.tokens * problem.between_elements * work / processor.layer_bytes_s
-        products = max(layers_s + head_s, reading_s)
-        products += steps * processor.step_s + config.num_layers * between_s
-
+        """Cost products, conversions and attention."""
+        config, hardware = self.problem.config, self.problem.hardware
+        products_s, convert_s = self._product_seconds()
         attention, host_attention = self._attention_seconds()
         slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
         # What was learnt may raise rates that a busy machine has shown, but no product is faster
         # than the fastest.
-        roofline_s = (
-            config.linear_flops_per_token * self.tokens + config.head_flops_per_token * heads
-        ) / rate.best
+        operations = config.linear_flops_per_token * self.tokens
+        operations += config.head_flops_per_token * self.sequences * self._heads_of_each
+        roofline_s = operations / self.problem.product_flops.best
         forms = {
-            "products": affine(max(products, roofline_s / slowdown)),
-            "convert": affine(convert),
+            "products": affine(max(products_s, roofline_s / slowdown)),
+            "convert": affine(convert_s),
+            "attention": attention,
+            "host_attention": host_attention,
         }
-        forms |= {"attention": attention, "host_attention": host_attention}
         return {name: slowdown * form for name, form in forms.items()}
+
+    @property
+    def _heads_of_each(self) -> float:
+        """Positions of a sequence that pass the head: one, and those of a prompt that is scored."""
+        return 1.0 + (self.problem.workload.mean_scored if self.prefill else 0.0)
+
+    def _product_seconds(self) -> tuple[float, float]:
+        """Return the seconds of products with what surrounds them, and of converting weights.
+
+        Products are bound by operations or by reading the weights.
+        """
+        problem, config, hardware = self.problem, self.problem.config, self.problem.hardware
+        processor, batches, rate = hardware.compute_processor, self.batches, problem.product_flops
+        expert_rows = problem.expert_rows(self.tokens / self._expert_batches)
+        expert_flops = problem.expert_flops_per_token
+        layer_flops = (config.linear_flops_per_token - expert_flops) * self.tokens
+        layers_s = layer_flops / rate.at(self.tokens / batches)
+        layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
+        heads = self.sequences * self._heads_of_each
+        head_rows = min(self.sequences, self.batch_sequences) * self._heads_of_each
+        head_s = config.head_flops_per_token * heads / rate.at(head_rows)
+        always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
+        used = self._expert_reads * problem.layer_expert_elements * config.num_layers
+        tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
+        convert_s, read_bytes = 0.0, 0.0
+        for elements, fmt, products in (
+            (always, problem.layer_format, batches),
+            (used, problem.layer_format, tiles),
+            (problem.head_elements, problem.precision.format_of(EMBED_TABLE), batches),
+        ):
+            converted_s, product_bytes = self._conversion_and_reading(elements, fmt, products)
+            convert_s += converted_s
+            read_bytes += products * product_bytes
+        products_s = max(layers_s + head_s, read_bytes / processor.memory_bytes_s)
+        steps = (
+            batches
+            if self.prefill
+            else problem.decode_steps(batches, self.sequences, self.resident)
+        )
+        steps *= config.num_layers
+        # an expert takes the interpreter as long as a layer
+        if config.experts is not None and hardware.gpu is None:
+            steps += tiles * used / config.expert_elements
+        between_bytes = self.tokens * problem.between_elements * problem.compute_bytes
+        between_s = between_bytes / processor.layer_bytes_s
+        return products_s + (steps * processor.step_s + config.num_layers * between_s), convert_s
 
     def _attention_seconds(self) -> tuple[Affine, Affine]:
         """Return the seconds of attention on the compute device, and on a host beside it."""
@@ -328,11 +322,8 @@ class _PassCost:
         products: with each weight in the pass. A CPU multiplies few rows by packed weights as they
             are, which takes as long as dequantizing.
         """
-        problem, processor, work = (
-            self.problem,
-            self.problem.hardware.compute_processor,
-            self.problem.compute_bytes,
-        )
+        problem, work = self.problem, self.problem.compute_bytes
+        processor = problem.hardware.compute_processor
         conversions = problem.conversions(products) if self.converts else 0.0
         if isinstance(fmt, BlockFormat) and problem.multiplies_as_stored:
             return 0.0, elements * fmt.block_bytes / fmt.block_values
@@ -402,7 +393,8 @@ class _PassCost:
             # A file has the window of the prompt until the answer fills another, half of it on
             # average.
             newest = (
-                min(workload.prompt, ring) + min(workload.output, ring**2 / workload.output) / 2
+                min(workload.mean_prompt, ring)
+                + min(workload.mean_output, ring**2 / workload.mean_output) / 2
             )
             stored = elements * problem.older_positions(self.context) * problem.cache_bytes
             stored += problem.window_bytes(elements, newest)
@@ -422,11 +414,8 @@ class _PassCost:
         always = problem.layer_bytes - problem.layer_expert_bytes
         if self.reads is not None:
             reads = self.reads[tier]
-            layer_bytes, expert_bytes, head_bytes = (
-                reads.layer_bytes,
-                reads.expert_bytes,
-                reads.head_bytes,
-            )
+            layer_bytes, head_bytes = reads.layer_bytes, reads.head_bytes
+            expert_bytes = reads.expert_bytes
         elif problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
             layer_bytes, expert_bytes, head_bytes = 0.0, float(problem.stored_bytes), 0.0
         else:
@@ -495,7 +484,7 @@ def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
     """Positions allocated for a sequence."""
     workload = problem.workload
     # the first token is drawn from the prompt's own pass
-    if schedule.is_single_pass or workload.output == 1:
+    if schedule.is_single_pass or workload.mean_output == 1:
         return 0
     return workload.longest
 
@@ -512,7 +501,7 @@ def _stored_memory(
     window = sequences * problem.window_bytes(problem.kv_elements) / ranks if positions else 0.0
     # the prompt's and the answer's
     caches = dict.fromkeys(TIERS, cache + window) | {"disk": cache + 2 * window}
-    waiting_tokens = sequences * workload.computed
+    waiting_tokens = sequences * workload.mean_computed
     one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
     if one_batch and not shape.schedule.is_single_pass:
         waiting_tokens = sequences
@@ -522,7 +511,10 @@ def _stored_memory(
     gathered = 0.0
     if config.experts is not None and not resident:
         gathered = (
-            _WHOLE * sequences / lanes * (workload.computed / shape.passes + (shape.passes > 1))
+            _WHOLE
+            * sequences
+            / lanes
+            * (workload.mean_computed / shape.passes + (shape.passes > 1))
         )
     waiting = dict.fromkeys(TIERS, waiting_tokens)
     # on the compute tier they are among the copies

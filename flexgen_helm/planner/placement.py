@@ -1,7 +1,6 @@
 """Whole tensors placed on tiers, and the sizes that follow from a model and a machine.
 
-In order: sizes of tensors, their tiers, staging of offloaded weights, the cache, limits of a pass,
-and the machine. No torch.
+In order: sizes of tensors, their tiers, staging of offloaded weights, and the machine. No torch.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from typing import NamedTuple
 
 from flexgen_helm.models.config import EMBED, HEAD, ModelConfig, expert_of, tensor_shapes
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.quant.precisions import FP16, CacheFormat, Precision
+from flexgen_helm.quant.precisions import FP16, Precision
 from flexgen_helm.tiers import (
     ALIGNMENT,
-    BLOCK_SEQUENCES,
     COPY_BUFFER_BYTES,
     GATHER_BYTES,
     MIN_EXPERT_SLOTS,
     MIN_STAGING_BYTES,
     NUM_LOADERS,
     TIERS,
-    UNLIMITED,
     Kind,
     Tier,
+    aligned,
+    aligned_read_bytes,
 )
 
 
@@ -118,23 +117,25 @@ class StorageSizes:
         return {stage: sizes[first] for stage, first in firsts.items()}
 
     def _stage_sizes(self, stage: str) -> StageSizes:
-        largest = num_bytes = num_values = 0
-        vectors, experts, slots = [0, 0], 0, Counter[str]()
-        for name, shape in self.config.stage_tensors(stage):
+        tensors = list(self.config.stage_tensors(stage))
+        vectors = Counter[bool]()  # whether in float32 -> values
+        matrices, slots = Counter[str](), Counter[str]()
+        for name, shape in tensors:
             if len(shape) == 1:
                 vectors[self.config.has_float32(name)] += shape[0]
                 continue
-            size = self.num_bytes(name, shape)
-            largest = max(largest, size)
-            num_bytes = num_bytes + size
-            num_values = num_values + prod(shape)
+            matrices[name] = size = self.num_bytes(name, shape)
             if (expert := expert_of(name)) is not None:
-                experts += size
-                # Padded to a page, and one more, because a matrix may begin within a page of its
-                # file.
-                slots[expert] += (-(-size // ALIGNMENT) + 1) * ALIGNMENT
+                # one page more, because a matrix may begin within a page of its file
+                slots[expert] += aligned(size) + ALIGNMENT
         return StageSizes(
-            num_bytes, experts, max(slots.values(), default=0), largest, num_values, *vectors
+            num_bytes=matrices.total(),
+            expert_bytes=sum(size for name, size in matrices.items() if expert_of(name)),
+            expert_slot=max(slots.values(), default=0),
+            largest_matrix=max(matrices.values(), default=0),
+            num_values=sum(prod(shape) for name, shape in tensors if name in matrices),
+            vector_values=vectors[False],
+            float32_values=vectors[True],
         )
 
 
@@ -178,32 +179,37 @@ def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> d
     few, to what is left of the tiers.
     """
     units = {name: expert_of(name) or name for name in sizes}
+    always: dict[str, int] = {}
     experts: dict[str, int] = {}
     for name, unit in units.items():
-        if unit != name:
-            experts[unit] = experts.get(unit, 0) + sizes[name]
+        group = always if unit == name else experts
+        group[unit] = group.get(unit, 0) + sizes[name]
     if not experts:
         return _spread(sizes, fractions)
     total = sum(sizes.values())
     left = {tier: fractions[tier] * total for tier in TIERS}
-    placed: dict[str, Tier] = {}
-    for group in ({name: sizes[name] for name, unit in units.items() if unit == name}, experts):
-        # Fill what is left of the tiers, the fastest first.
-        taken = dict.fromkeys(TIERS, 0.0)
-        rest = float(sum(group.values()))
-        num_bytes = sum(group.values())
-        for tier in TIERS:
-            taken[tier] = max(0.0, min(rest, left[tier]))
-            rest -= taken[tier]
-        # Whole tensors may have taken more of a tier than it had: the slowest tier with room takes
-        # what finds none.
-        slowest: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
-        taken[slowest] += rest
-        spread = _spread(group, {tier: share / max(1, num_bytes) for tier, share in taken.items()})
-        for unit, tier in spread.items():
-            left[tier] -= group[unit]
-        placed |= spread
+    placed = _fill_in_order(always, left)
+    for unit, tier in placed.items():
+        left[tier] -= always[unit]
+    placed |= _fill_in_order(experts, left)
     return {name: placed[unit] for name, unit in units.items()}
+
+
+def _fill_in_order(sizes: Mapping[str, int], left: Mapping[Tier, float]) -> dict[str, Tier]:
+    """Fill what is left of the tiers, the fastest first.
+
+    Whole tensors may have taken more of a tier than it had: the slowest tier with room takes what
+    finds none.
+    """
+    taken = dict.fromkeys(TIERS, 0.0)
+    num_bytes = sum(sizes.values())
+    rest = float(num_bytes)
+    for tier in TIERS:
+        taken[tier] = max(0.0, min(rest, left[tier]))
+        rest -= taken[tier]
+    slowest: Tier = next((tier for tier in reversed(TIERS) if left[tier] > 0), "cpu")
+    taken[slowest] += rest
+    return _spread(sizes, {tier: share / max(1, num_bytes) for tier, share in taken.items()})
 
 
 def _spread(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> dict[str, Tier]:
@@ -260,12 +266,12 @@ class StagingSizes:
 
     def used(self, placed: Mapping[str, Tier], compute_tier: Tier) -> StagingSizes:
         """Return what a placement needs; a ring that it does not need is slots, too."""
-        offloaded = {
-            expert_of(name) is not None for name, tier in placed.items() if tier != compute_tier
-        }
-        if True not in offloaded:
-            return StagingSizes(self.ring if offloaded else 0)
-        return self if False in offloaded else StagingSizes(0, self.num_bytes)
+        offloaded = [name for name, tier in placed.items() if tier != compute_tier]
+        any_experts = any(expert_of(name) for name in offloaded)
+        any_others = not all(expert_of(name) for name in offloaded)
+        if not any_experts:
+            return StagingSizes(self.ring if any_others else 0)
+        return self if any_others else StagingSizes(0, self.num_bytes)
 
 
 def expert_slot_bytes(storage: StorageSizes) -> int:
@@ -282,6 +288,8 @@ def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
         if name != EMBED
     }
     largest = wanted = max(always.values())
+    # Two stages: one is used while the next arrives. Where a mixture's head is the largest, a ring
+    # of its size holds two layers without their experts anyway.
     if not slot or largest != always.get(HEAD):
         wanted *= 2
     total = max(MIN_STAGING_BYTES, min(wanted + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
@@ -307,114 +315,13 @@ def loader_buffer_bytes(storage: StorageSizes, has_gpu: bool) -> int:
     if not has_gpu:
         return gathered
     largest = (storage.largest_matrix, expert_slot_bytes(storage))  # each kind has its own loaders
-    pages = (-(-min(COPY_BUFFER_BYTES, size) // ALIGNMENT) + 2 for size in largest if size)
-    # aligned reads begin before and end behind
-    return gathered + NUM_LOADERS * sum(pages) * ALIGNMENT
+    buffers = (aligned_read_bytes(min(COPY_BUFFER_BYTES, size)) for size in largest if size)
+    return gathered + NUM_LOADERS * sum(buffers)
 
 
 def gather_bytes(matrix_bytes: int) -> int:
     """Bound the memory through which a thread gathers rows of a matrix, in pages."""
-    return (-(-min(GATHER_BYTES, matrix_bytes) // ALIGNMENT) + 2) * ALIGNMENT
-
-
-# Bytes of a KV cache, from the architecture and the cache format alone.
-
-
-@dataclass(frozen=True)
-class CacheSizes:
-    """Sizes of one run's KV cache.
-
-    bytes_per_token: of one position in all cached layers.
-    layer_bytes_per_token: of one position in one layer.
-    window_bytes: of a sequence's full-precision residual window in all cached layers; a file has
-        twice as many, for the prompt's and for the answer's.
-    layer_window_bytes: of the window in one layer.
-    state_bytes: of a sequence on the compute device, in all layers that keep a state.
-    fill_tokens: positions that the last disk page of a prompt, or of a block's decode step, may
-        waste.
-    """
-
-    bytes_per_token: int
-    layer_bytes_per_token: int
-    window_bytes: int = 0
-    layer_window_bytes: int = 0
-    state_bytes: int = 0
-    fill_tokens: int = 0
-
-
-def cache_sizes(
-    config: ModelConfig,
-    fmt: CacheFormat | None,
-    element_bytes: int,
-    *,
-    on_disk: bool,
-    one_layer: bool = False,
-) -> CacheSizes:
-    """Compute the sizes of a cache.
-
-    fmt: None for a cache in the compute dtype.
-    element_bytes: of an element in the compute dtype.
-    on_disk: part of the cache may be on the disk, where quantized groups start on a page.
-    one_layer: only one layer is cached at a time (prefill-only).
-    """
-    layers = 1 if one_layer else config.num_cache_layers
-    plain = 2 * config.kv_size * element_bytes
-    states = state_bytes(config, one_layer)
-    if fmt is None:
-        fill = 0 if not on_disk or plain % ALIGNMENT == 0 else -(-ALIGNMENT // plain)
-        return CacheSizes(layers * plain, plain, state_bytes=states, fill_tokens=fill)
-    group = sum(fmt.group_bytes(config.num_kv_heads, config.head_dim, element_bytes))
-    fill = 0
-    if on_disk:
-        group = -(-group // ALIGNMENT) * ALIGNMENT
-        fill = -(-ALIGNMENT * fmt.stored_group_tokens // group)
-    per_token = -(-layers * group // fmt.stored_group_tokens)
-    window = fmt.window_copies * fmt.window_tokens * plain
-    return CacheSizes(per_token, per_token // layers, layers * window, window, states, fill)
-
-
-def state_bytes(config: ModelConfig, one_layer: bool = False) -> int:
-    """Return the bytes of the states that layers keep of a sequence: in float32, before and after
-    the newest token.
-    """
-    elements = max(config.layer_states) if one_layer else sum(config.layer_states)
-    return 2 * 4 * elements
-
-
-# What one pass of a run may hold: all that the scheduler knows of memory.
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What one pass may hold.
-
-    batch_tokens, batch_sequences: of one batch; a longer sequence is a batch of its own.
-    max_sequences: sequences with a cache.
-    cache_tokens: positions of KV cache over all sequences.
-    pass_tokens: prompt tokens that one pass admits, so that running sequences do not wait; a longer
-        prompt is admitted alone.
-    page_tokens: 0 allocates a sequence's whole cache at admission. Otherwise caches grow by pages,
-        and as many sequences are admitted as are expected to fit.
-    slot_overhead: positions that each sequence takes besides its tokens (residual window, last disk
-        page).
-    step_overhead: positions that each decode step of a block takes besides its tokens (last disk
-        page).
-    max_states: sequences and shared prefixes whose states are on the compute tier while their cache
-        is offloaded.
-    block_sequences: sequences of a cache block; above `BLOCK_SEQUENCES` only neighbours of similar
-        length.
-    """
-
-    batch_tokens: int
-    batch_sequences: int
-    max_sequences: int
-    cache_tokens: int
-    pass_tokens: int
-    page_tokens: int = 0
-    slot_overhead: int = 0
-    step_overhead: int = 0
-    max_states: int = UNLIMITED
-    block_sequences: int = BLOCK_SEQUENCES
+    return aligned_read_bytes(min(GATHER_BYTES, matrix_bytes))
 
 
 # The machine that an engine runs on, as far as a placement depends on it.

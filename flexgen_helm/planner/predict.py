@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, Affine, fraction_vector
 from flexgen_helm.planner.cost_model import (
     CHANNELS,
     RESOURCES,
@@ -26,15 +27,7 @@ from flexgen_helm.planner.placement import (
     tier_fractions,
 )
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.problem import (
-    COLUMNS,
-    WEIGHTS,
-    Affine,
-    BlockShape,
-    PlanningProblem,
-    fraction_vector,
-    matrix_kinds,
-)
+from flexgen_helm.planner.problem import BlockShape, PlanningProblem, matrix_kinds
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.tiers import BLOCK_SEQUENCES, TIERS, Kind, Tier
 
@@ -106,9 +99,9 @@ def predict(
     )
 
 
-def cache_blocks(problem: PlanningProblem, policy: Policy) -> list[int]:
+def cache_blocks(problem: PlanningProblem, batch_size: int, num_batches: int) -> list[int]:
     """Return the sequences of each cache block, in the order in which they are placed."""
-    shape = BlockShape(policy.gpu_batch_size, policy.num_gpu_batches, ZIGZAG)
+    shape = BlockShape(batch_size, num_batches, ZIGZAG)
     if not problem.endless:
         shape = shrunk(shape, problem.workload.num_sequences)
     batch, left = shape.gpu_batch_size, int(shape.num_sequences)
@@ -132,9 +125,8 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     """
     has_gpu = problem.compute_tier == "gpu"
     weights = _placed(problem.storage, tuple(tier_fractions(policy, "weights", has_gpu).items()))
-    cache = {
-        str(number): sequences for number, sequences in enumerate(cache_blocks(problem, policy))
-    }
+    blocks = cache_blocks(problem, policy.gpu_batch_size, policy.num_gpu_batches)
+    cache = {str(number): sequences for number, sequences in enumerate(blocks)}
     fractions = fraction_vector(policy, has_gpu)
     placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
         "weights": (problem.storage.matrices, weights),
@@ -220,7 +212,7 @@ def evaluate(
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
     latency_s = workload_seconds(problem, costs, fractions)
     block_s = prefill_s + decode_s
-    tokens = costs.sequences * workload.output if problem.endless else workload.output_tokens
+    tokens = costs.sequences * workload.mean_output if problem.endless else workload.output_tokens
     memory, missing = _memory(problem, costs, fractions)
     phases = {"prefill": (costs.prefill, 1.0), "decode": (costs.decode, costs.decode_passes)}
     seconds = {

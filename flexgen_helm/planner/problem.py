@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import PRODUCT_BY_WEIGHT, Curve, HardwareProfile, Link
 from flexgen_helm.models.config import (
@@ -22,17 +19,17 @@ from flexgen_helm.models.config import (
     layer_stages,
     stage_names,
 )
+from flexgen_helm.planner.affine import CACHE, Affine, affine
+from flexgen_helm.planner.cache_sizes import state_bytes
+from flexgen_helm.planner.expert_use import expected_experts
 from flexgen_helm.planner.placement import (
     Machine,
     StagingSizes,
     StorageSizes,
     loader_buffer_bytes,
     staging_sizes,
-    state_bytes,
     storage_sizes,
-    tier_fractions,
 )
-from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.planner.weight_placement import keeps_copies
 from flexgen_helm.planner.workload import Workload
@@ -41,54 +38,12 @@ from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.tiers import (
     BLOCK_SEQUENCES,
-    KINDS,
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
     STREAMED_BATCH_TOKENS,
-    TIERS,
-    Kind,
     Tier,
 )
-
-# Affine forms over the nine placement fractions, which every cost is made of.
-
-# [10]: coefficients of the fractions of weights, KV cache and hidden states on gpu, cpu and disk,
-# and a constant.
-Affine = NDArray[np.float64]
-WG, WC, WD, CG, CC, CD, HG, HC, HD, ONE = range(10)
-WEIGHTS: Mapping[Tier, int] = {"gpu": WG, "cpu": WC, "disk": WD}
-CACHE: Mapping[Tier, int] = {"gpu": CG, "cpu": CC, "disk": CD}
-HIDDEN: Mapping[Tier, int] = {"gpu": HG, "cpu": HC, "disk": HD}
-COLUMNS: Mapping[Kind, Mapping[Tier, int]] = {
-    "weights": WEIGHTS,
-    "cache": CACHE,
-    "activations": HIDDEN,
-}
-
-
-def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> Affine:
-    """Make a form from its constant and its coefficients by index."""
-    form = np.zeros(10)
-    form[ONE] = constant
-    for index, coefficient in (terms or {}).items():
-        form[index] += coefficient
-    return form
-
-
-def fraction_vector(policy: Policy, has_gpu: bool) -> Affine:
-    """Return the fractions of a policy as the vector that forms are multiplied with."""
-    return np.array(
-        [*(part for kind in KINDS for part in tier_fractions(policy, kind, has_gpu).values()), 1.0]
-    )
-
-
-def fractions_by_kind(fractions: Affine) -> dict[Kind, dict[Tier, float]]:
-    """Return the fractions of weights, cache and hidden states by tier."""
-    return {
-        kind: {tier: float(fractions[columns[tier]]) for tier in TIERS}
-        for kind, columns in COLUMNS.items()
-    }
 
 
 @lru_cache(maxsize=8)  # scenarios of a suite, and machines that are compared, have the same model
@@ -112,63 +67,6 @@ def matrix_kinds(config: ModelConfig) -> Mapping[str, str]:
 def borrows_table(config: ModelConfig) -> bool:
     """Whether the head multiplies with the embedding's table."""
     return config.tied_head and config.has_embedding
-
-
-# How many experts of a layer a batch uses: what is read of a mixture that is offloaded.
-
-# Largest exponent that is fitted: then a few experts do all the work.
-_MAX_SKEW = 6.0
-_STEPS = 40
-
-
-@lru_cache(maxsize=4096)
-def expected_experts(count: int, per_token: int, tokens: float, skew: float = 0.0) -> float:
-    """Return how many of `count` experts `tokens` tokens use on average, each of which uses
-    `per_token`.
-    """
-    return sum(1 - (1 - share) ** tokens for share in _shares(count, per_token, skew))
-
-
-def fitted_skew(count: int, per_token: int, touched: Mapping[int, tuple[int, int]]) -> float:
-    """Return the exponent with which as many experts are expected as were counted; 0 if they were
-    more.
-
-    touched: tokens of a batch -> uses of a layer by such batches, and experts that these used, all
-        together.
-    """
-    counted = sum(experts for _, experts in touched.values())
-
-    def excess(skew: float) -> float:
-        return (
-            sum(
-                n * expected_experts(count, per_token, tokens, skew)
-                for tokens, (n, _) in touched.items()
-            )
-            - counted
-        )
-
-    low, high = 0.0, _MAX_SKEW
-    if excess(low) <= 0:
-        return low
-    for _ in range(_STEPS):  # what is expected falls with the exponent
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return (low + high) / 2
-
-
-@lru_cache(maxsize=256)
-def _shares(count: int, per_token: int, skew: float) -> tuple[float, ...]:
-    """Return the probability that a token selects each expert, most likely first: at most 1,
-    `per_token` in all.
-    """
-    weights = [(rank + 1) ** -skew for rank in range(count)]
-    certain = 0  # experts that every token selects: their share would exceed 1
-    while certain < per_token and (per_token - certain) * weights[certain] > sum(weights[certain:]):
-        certain += 1
-    left = sum(weights[certain:])
-    return (1.0,) * certain + tuple(
-        (per_token - certain) * weight / left for weight in weights[certain:]
-    )
 
 
 # Name of this machine's measured profile.
@@ -431,7 +329,7 @@ class PlanningProblem:
         A pass has three times as many tokens of prompts as sequences may decode along.
         """
         divides = self.config.experts is not None and shape.schedule.reads_once
-        return max(1, int(self.workload.computed / 3)) if divides else 1
+        return max(1, int(self.workload.mean_computed / 3)) if divides else 1
 
     @cached_property
     def batch_tokens(self) -> int:
@@ -540,7 +438,9 @@ class PlanningProblem:
         kernels compute).
         """
         workload = self.workload
-        return workload.computed * self.visible_positions(workload.pairs / workload.computed)
+        return workload.mean_computed * self.visible_positions(
+            workload.mean_pairs / workload.mean_computed
+        )
 
     # --- What this engine does. `benchmarks.paper` overrides these members to describe other
     # engines. ---
@@ -653,7 +553,7 @@ class PlanningProblem:
         """
         workload, workspace = self.workload, self.workspace
         most = max(self.batch_tokens, workload.longest_prompt)
-        prompt_tokens = int(min(shape.gpu_batch_size * workload.computed, most))
+        prompt_tokens = int(min(shape.gpu_batch_size * workload.mean_computed, most))
         decoding = min(sequences, shape.gpu_batch_size)
         largest = max(
             workspace.layer(prompt_tokens, int(workload.longest_prompt), 0),

@@ -9,10 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.planner.placement import CacheSizes, SchedulerLimits, cache_sizes, tier_fractions
+from flexgen_helm.planner.cache_sizes import CacheSizes, cache_sizes
+from flexgen_helm.planner.limits import SchedulerLimits
+from flexgen_helm.planner.placement import tier_fractions
 from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
 from flexgen_helm.planner.search import Solution
@@ -75,6 +78,17 @@ class RunSize:
         """
         overhead = self.longest_steps * limits.step_overhead + 2 * (1 + limits.slot_overhead)
         return not self.longest_decoded or self.longest_decoded + overhead <= limits.cache_tokens
+
+
+class _StagedBlock(NamedTuple):
+    """A cache block whose layers are brought to the compute tier.
+
+    sequences: of the block.
+    num_bytes: of the layer in use, and of the next where it has room; 0 if none is brought there.
+    """
+
+    sequences: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -140,16 +154,16 @@ class RunMemory:
         batch_tokens, batch_sequences, max_sequences = self._batch_limits()
         is_resident = not placement.streams_weights and placement.cache[self._compute_tier] == 1.0
         return SchedulerLimits(
-            batch_tokens,
-            batch_sequences,
-            min(max_sequences, max_states),
+            batch_tokens=batch_tokens,
+            batch_sequences=batch_sequences,
+            max_sequences=min(max_sequences, max_states),
             cache_tokens=int(min(room.values()) / cache.bytes_per_token),
             pass_tokens=self._pass_tokens(max_sequences),
             page_tokens=self._page_tokens,
             slot_overhead=-(-beside // cache.bytes_per_token) + fill_tokens,
             step_overhead=fill_tokens,
             max_states=max_states,
-            block_sequences=LARGE_BLOCK_SEQUENCES if is_resident else self._staging[0],
+            block_sequences=LARGE_BLOCK_SEQUENCES if is_resident else self._staged_block.sequences,
         )
 
     def _batch_limits(self) -> tuple[int, int, int]:
@@ -225,13 +239,8 @@ class RunMemory:
         return LONG_PAGE_TOKENS if self.size.max_early_stop_tokens > LONG_ANSWER_TOKENS else 0
 
     @cached_property
-    def _staging(self) -> tuple[int, int]:
-        """Sequences of a cache block, and bytes of a staged one on the compute tier; 0 if none is
-        brought there.
-
-        These are the layer in use and, where it has room, the next. A staged block has only so many
-        sequences that there is room if all are longest.
-        """
+    def _staged_block(self) -> _StagedBlock:
+        """The largest cache block; a staged one has so few sequences that all may be longest."""
         machine, precision = self.placement.machine, self.placement.model.precision
         # Attention over a plain cache in host memory runs there; a quantized one is fetched.
         host_attends = machine.cpu_attention and machine.has_gpu and precision.cache is None
@@ -239,7 +248,7 @@ class RunMemory:
         if not any(
             share > 0 and tier not in attended for tier, share in self.placement.cache.items()
         ):
-            return BLOCK_SEQUENCES, 0
+            return _StagedBlock(BLOCK_SEQUENCES, 0)
         share = STAGED_CACHE_SHARE if self._page_tokens else MAX_STAGED_CACHE_SHARE
         room = share * (self.free[self._compute_tier] - self.cache.state_bytes)
         sequence_bytes = (
@@ -249,7 +258,7 @@ class RunMemory:
             sequence_bytes *= 2
         sequences = max(1, min(BLOCK_SEQUENCES, int(room / sequence_bytes)))
         staged = sequences if self.policy is None else min(sequences, self.policy.gpu_batch_size)
-        return sequences, staged * sequence_bytes
+        return _StagedBlock(sequences, staged * sequence_bytes)
 
     @cached_property
     def _waiting_bytes(self) -> dict[Tier, float]:
@@ -267,10 +276,10 @@ class RunMemory:
             allowed = ACTIVATIONS_SHARE * self.free[tier]
             if self._has_experts and computes:  # beside one sequence's cache in use
                 allowed = EXPERTS_SHARE * (
-                    self.free[tier] - self._staging[1] - self.cache.state_bytes
+                    self.free[tier] - self._staged_block.num_bytes - self.cache.state_bytes
                 )
             if policy is not None and not self.schedule.is_single_pass:
-                left: float = self.free[tier] - computes * self._staging[1]
+                left: float = self.free[tier] - computes * self._staged_block.num_bytes
                 positions = policy.block_size * size.longest
                 if size.decodes:
                     windows = (1 + (tier == "disk")) * policy.block_size * self.cache.window_bytes
@@ -296,7 +305,7 @@ class RunMemory:
         waiting = {
             tier: self._waiting_bytes[tier] for tier, copies in self._copies.items() if copies > 0
         }
-        staged = {self._compute_tier: self._staging[1]}
+        staged = {self._compute_tier: self._staged_block.num_bytes}
         return {
             tier: self.free[tier] - waiting.get(tier, 0) - staged.get(tier, 0) for tier in TIERS
         }
@@ -317,19 +326,19 @@ class RunMemory:
     def cache_bytes(self) -> dict[Tier, float]:
         """Bytes of each tier that cache blocks may take; raises as `limits`."""
         compute_tier = self._compute_tier
-        found = {
+        left = {
             **self._available,
             compute_tier: self._available[compute_tier] - self._states_bytes,
         }
         for tier in TIERS:
-            if found[tier] < 0 and (tier == compute_tier or self.placement.activations[tier] > 0):
-                missing = exact_size(math.ceil(-found[tier]))
+            if left[tier] < 0 and (tier == compute_tier or self.placement.activations[tier] > 0):
+                missing = exact_size(math.ceil(-left[tier]))
                 raise MemoryLimitError(
                     f"the {tier} tier has no room for one sequence: its cache in use and its "
                     f"hidden states need {missing} more there: raise {limit_flag(tier)} or lower "
                     "max_tokens"
                 )
-        return found
+        return left
 
 
 # Shares of the cache in host memory that are tried where the planned tiers have no room for the

@@ -8,7 +8,7 @@ for what will be placed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,7 +16,19 @@ from typing import Any
 import numpy as np
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import count, exact_size, size
+from flexgen_helm.files import exact_size, size
+from flexgen_helm.planner.affine import (
+    CACHE,
+    CG,
+    COLUMNS,
+    HG,
+    HIDDEN,
+    ONE,
+    WEIGHTS,
+    WG,
+    Affine,
+    affine,
+)
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
 from flexgen_helm.planner.placement import tier_fractions
 from flexgen_helm.planner.policy import Policy
@@ -28,34 +40,21 @@ from flexgen_helm.planner.predict import (
     shrunk,
     workload_seconds,
 )
-from flexgen_helm.planner.problem import (
-    CACHE,
-    CG,
-    COLUMNS,
-    HG,
-    HIDDEN,
-    MEASURED,
-    ONE,
-    WEIGHTS,
-    WG,
-    Affine,
-    BlockShape,
-    PlanningProblem,
-)
+from flexgen_helm.planner.problem import MEASURED, BlockShape, PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC, ZIGZAG, Schedule
 from flexgen_helm.tiers import TIER_PLACES, TIERS, Tier, limit_flag
 
-# Attempts to lower a tier's share of the weights until its whole matrices fit.
+# Attempts to move something of a full tier to the next one until all whole parts fit.
 _ATTEMPTS = 16
-# Of two equal costs the one without the disk is taken: this much for a fraction there, where the
-# largest cost is 1. The solver takes less than 1e-7 for nothing.
+# Tie-break: this much cost per fraction on disk (largest cost: 1; solver tolerance 1e-7).
 _PREFERS_MEMORY = 1e-6
 # Share by which a block may exceed its limit of time: rounding errors.
 LATENCY_TOLERANCE = 1e-6
-# Missing bytes per weight that are rounding errors of the solver.
-_NOISE = 1e-6
+# Batches of a block that are tried: more than 20 read the weights hardly less often per sequence.
 _NUM_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20)
+# Blocks of equal size that a workload is divided into, beside those of `_BATCH_SIZES`.
 _NUM_BLOCKS = range(1, 7)
+# Sequences of a batch that are tried, each at most twice as many as the one before.
 _BATCH_SIZES = (
     1,
     2,
@@ -82,8 +81,8 @@ _BATCH_SIZES = (
 # Divisions of a block's prompts into passes that are tried, each twice as many as the one before;
 # and batches of blocks whose experts are streamed, which have their rows of the pass.
 _DIVISIONS, _FEW_BATCHES = 3, (1, 2, 4, 8, 20)
-# Share of the time by which blocks are alike: rates of a machine are less well known.
-_ALIKE = 0.01
+# Relative differences below this count as equal; measured rates are no more exact.
+_EQUAL_WITHIN = 0.01
 # Candidates that are rounded and evaluated again.
 _ROUNDED = 12
 # Blocks that exceed their limit of time by more than this share are not rounded; rounding changes
@@ -115,11 +114,14 @@ class Candidate:
 
     keeps_weights: rounding must not move them: all are on the compute tier, or they are loaded
         already.
+    block_s: of a full block.
+    seconds_per_sequence: of the workload, whose last block may be smaller.
     """
 
     costs: BlockCosts
     keeps_weights: bool
     fractions: Affine
+    block_s: float
     seconds_per_sequence: float
 
     @property
@@ -146,33 +148,43 @@ def search(
     Raises `MemoryLimitError` with tier and missing bytes if nothing fits, or with the least latency
     if no block is quick enough.
     """
-    candidates = _candidates(problem, schedules, max_latency, fixed)
-    finished = (_finish(problem, candidate, max_latency) for candidate in candidates)
-    solutions = list(islice(filter(None, finished), _ROUNDED))
+    candidates = _candidates(problem, schedules, fixed)
+    quick = [
+        candidate
+        for candidate in candidates
+        if max_latency is None or candidate.block_s <= max_latency * (1 + _SLACK)
+    ]
+    rounded = (
+        _round_to_placeable(problem, candidate, max_latency)
+        for candidate in _by_preference(problem, quick)
+    )
+    solutions = list(islice(filter(None, rounded), _ROUNDED))
     if not solutions:
-        raise MemoryLimitError(_explain_infeasible(problem, schedules, max_latency, fixed))
+        if max_latency is not None:
+            _require_latency(problem, candidates, max_latency)
+        raise MemoryLimitError(_explain_missing_memory(problem, schedules))
     best = solutions[0]
     # of equals, one pass for all shares most, and small blocks end first
     if not problem.places_experts:
-        fastest = max(found.prediction.tokens_per_s for found in solutions)
+        fastest = max(solution.prediction.tokens_per_s for solution in solutions)
         best = min(
             (
-                found
-                for found in solutions
-                if found.prediction.tokens_per_s >= fastest * (1 - _ALIKE)
+                solution
+                for solution in solutions
+                if solution.prediction.tokens_per_s >= fastest * (1 - _EQUAL_WITHIN)
             ),
-            key=lambda found: (
-                _rank(_reads(problem, found.reading_s, found.policy.block_size)),
-                -_rank(found.prediction.tokens_per_s),
-                not found.schedule.is_single_pass,
-                found.policy.block_size,
+            key=lambda solution: (
+                _rank(_reads(problem, solution.reading_s, solution.policy.block_size)),
+                -_rank(solution.prediction.tokens_per_s),
+                not solution.schedule.is_single_pass,
+                solution.policy.block_size,
             ),
         )
     policy = as_placed(problem, best.policy)
     placed = Solution(policy, best.schedule, predict(problem, policy, best.schedule))
     return (
         best
-        if _is_late(placed.prediction, max_latency) or not placed.prediction.feasible
+        if _exceeds_latency(placed.prediction, max_latency) or not placed.prediction.feasible
         else placed
     )
 
@@ -186,50 +198,49 @@ def _reads(problem: PlanningProblem, block_s: float, block: float) -> float:
     return block_s * blocks
 
 
-def _is_late(prediction: CostEstimate, max_latency: float | None) -> bool:
+def _exceeds_latency(prediction: CostEstimate, max_latency: float | None) -> bool:
     return max_latency is not None and prediction.block_s > max_latency * (1 + LATENCY_TOLERANCE)
 
 
 def _candidates(
-    problem: PlanningProblem,
-    schedules: Sequence[Schedule],
-    max_latency: float | None,
-    fixed: Policy | None,
+    problem: PlanningProblem, schedules: Sequence[Schedule], fixed: Policy | None
 ) -> list[Candidate]:
-    """Solve the program of every block shape; the best first."""
+    """Solve the program of every block shape."""
     solved: list[Candidate] = []
     num_sequences = problem.workload.num_sequences
     for shape in _shapes(problem, schedules):
-        for candidate in _solve(problem, shape, fixed):
+        for candidate in _candidates_of_shape(problem, shape, fixed):
             costs = candidate.costs
             streams_experts = problem.config.experts is not None and not costs.resident
             if streams_experts and shape.schedule.is_single_pass and len(schedules) > 1:
                 continue  # it was not asked for, and a block in passes reads no more and holds less
-            block_s = candidate.seconds_per_sequence * costs.sequences
-            if max_latency is not None and block_s > max_latency * (1 + _SLACK):
-                continue
-            if not problem.endless and num_sequences % costs.sequences:  # the last block is smaller
+            if not problem.endless and num_sequences % costs.sequences:
                 total_s = workload_seconds(problem, costs, candidate.fractions)
                 candidate = replace(candidate, seconds_per_sequence=total_s / num_sequences)
             solved.append(candidate)
-    alike = (1 + _ALIKE) * min((found.seconds_per_sequence for found in solved), default=0.0)
+    return solved
 
-    def preference(found: Candidate) -> tuple[float, ...]:
-        shape, seconds = found.costs.shape, found.seconds_per_sequence
+
+def _by_preference(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort candidates, the best first: of about equal ones that which reads least."""
+    fastest = min((candidate.seconds_per_sequence for candidate in candidates), default=0.0)
+
+    def preference(candidate: Candidate) -> tuple[float, ...]:
+        shape, seconds = candidate.costs.shape, candidate.seconds_per_sequence
         read = (
-            found.fractions[WEIGHTS["disk"]]
+            candidate.fractions[WEIGHTS["disk"]]
             if problem.places_experts
-            else _reads(problem, found.reading_s, found.costs.sequences)
+            else _reads(problem, candidate.reading_s, candidate.costs.sequences)
         )
         return (
-            max(alike, seconds),
+            max((1 + _EQUAL_WITHIN) * fastest, seconds),
             _rank(read),
             _rank(seconds),
             shape.num_sequences,
             shape.num_gpu_batches,
         )
 
-    return sorted(solved, key=preference)
+    return sorted(candidates, key=preference)
 
 
 def _rank(value: float) -> float:
@@ -247,16 +258,19 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
     room = sum(map(problem.usable, TIERS))
     # Only hopeless shapes are left out here: of whose cache not even half has room.
     sequence_bytes = (
-        problem.kv_elements * problem.cache_bytes * (workload.prompt + workload.output) / 2
+        problem.kv_elements
+        * problem.cache_bytes
+        * (workload.mean_prompt + workload.mean_output)
+        / 2
     )
-    if workload.output == 1:
+    if workload.mean_output == 1:
         sequence_bytes = 0.0
     batch_sizes = {*_BATCH_SIZES}
     if not problem.endless:  # blocks of equal size: 17 sequences are rather 9 and 8 than 8, 8 and 1
         batch_sizes |= {-(-workload.num_sequences // blocks) for blocks in _NUM_BLOCKS}
     known: set[BlockShape] = set()
     for schedule in schedules:
-        if schedule.is_single_pass and workload.output > 1:
+        if schedule.is_single_pass and workload.mean_output > 1:
             continue
         for batch_size in batch_sizes:
             batches = set(_NUM_BATCHES if problem.config.experts is None else _FEW_BATCHES)
@@ -273,8 +287,8 @@ def _shapes(problem: PlanningProblem, schedules: Sequence[Schedule]) -> Iterator
                     yield shape
 
 
-def _solve(
-    problem: PlanningProblem, shape: BlockShape, fixed: Policy | None = None
+def _candidates_of_shape(
+    problem: PlanningProblem, shape: BlockShape, fixed: Policy | None
 ) -> Iterator[Candidate]:
     """Solve the programs of one block shape: with weights that are streamed, and with resident ones
     if there is room.
@@ -285,29 +299,27 @@ def _solve(
     """
     tier = problem.compute_tier
     loaded = None if fixed is None else tier_fractions(fixed, "weights", tier == "gpu")
-    bounds = _bounds(problem, 2)
+    bounds = _bounds(problem)
     for name, part in (loaded or {}).items():
         bounds[WEIGHTS[name]] = (part, part)
     passes, streamed = 1, 0
     while streamed < _DIVISIONS and passes <= problem.most_passes(shape):
         costs = block_costs(problem, replace(shape, passes=passes))
-        if (solved := _solved(problem, costs, bounds)) is not None:
+        if (candidate := _solve_program(problem, costs, bounds, loaded is not None)) is not None:
             streamed += 1
-            yield Candidate(costs, loaded is not None, solved[0], solved[1] / costs.sequences)
+            yield candidate
         passes *= 2
     if problem.stored_bytes <= problem.usable(tier) and not (loaded and loaded[tier] < 1):
         costs = block_costs(problem, shape, resident=True)
         bounds[WEIGHTS[tier]] = (1.0, 1.0)
-        if (solved := _solved(problem, costs, bounds)) is not None:
-            yield Candidate(costs, True, solved[0], solved[1] / costs.sequences)
+        if (candidate := _solve_program(problem, costs, bounds, keeps_weights=True)) is not None:
+            yield candidate
 
 
-def _solved(
-    problem: PlanningProblem, costs: BlockCosts, bounds: _Bounds
-) -> tuple[Affine, float] | None:
-    """Return the fractions of the quickest block, and its seconds; None if the program has no
-    solution.
-    """
+def _solve_program(
+    problem: PlanningProblem, costs: BlockCosts, bounds: _Bounds, keeps_weights: bool
+) -> Candidate | None:
+    """Find the fractions of the quickest block; None if the program has no solution."""
     # Variables: nine fractions, then the longest resource of a prefill pass and of a decode pass.
     cost, constant = np.zeros(11), 0.0
     rows: list[Affine] = []
@@ -329,32 +341,34 @@ def _solved(
                 row[:9], row[variable] = form[:9], -1.0
                 rows.append(row)
                 upper.append(-form[ONE])
-    for tier, form, free in _memory_rows(problem, costs):
+    for tier, free in _free_bytes(problem, costs).items():
         # In units of the tier, so that bytes and seconds have similar magnitudes for the solver.
         unit = max(1.0, problem.limits[tier])
-        rows.append(np.concatenate((form[:9], (0.0, 0.0))) / unit)
-        upper.append(free / unit)
+        for form in costs.memory[tier]:
+            rows.append(np.concatenate((form[:9], (0.0, 0.0))) / unit)
+            upper.append((free - form[ONE]) / unit)
     scale = max(1e-12, float(np.abs(cost).max()))
     preference = np.zeros(11)
     preference[[columns["disk"] for columns in COLUMNS.values()]] = _PREFERS_MEMORY
     solved = _minimize(cost / scale + preference, rows, upper, bounds)
     if not solved.success:
         return None
-    return np.append(np.clip(solved.x[:9], 0.0, 1.0), 1.0), float(cost @ solved.x) + constant
+    fractions = np.append(np.clip(solved.x[:9], 0.0, 1.0), 1.0)
+    block_s = float(cost @ solved.x) + constant
+    return Candidate(costs, keeps_weights, fractions, block_s, block_s / costs.sequences)
 
 
-def _memory_rows(
-    problem: PlanningProblem, costs: BlockCosts
-) -> Iterator[tuple[Tier, Affine, float]]:
-    """Yield tier, form and the bytes that the form's variable part may take."""
-    for tier in TIERS:
-        free = min(problem.limits[tier], problem.capacity(tier) - costs.workspace[tier])
-        yield from ((tier, form, free - form[ONE]) for form in costs.memory[tier])
+def _free_bytes(problem: PlanningProblem, costs: BlockCosts) -> dict[Tier, float]:
+    """Return the bytes of each tier that a block may fill."""
+    return {
+        tier: min(problem.limits[tier], problem.capacity(tier) - costs.workspace[tier])
+        for tier in TIERS
+    }
 
 
-def _bounds(problem: PlanningProblem, num_more: int) -> _Bounds:
-    """Bound the nine fractions and more variables; without a gpu its fractions are 0."""
-    bounds: _Bounds = [(0.0, 1.0)] * 9 + [(0.0, None)] * num_more
+def _bounds(problem: PlanningProblem) -> _Bounds:
+    """Bound the nine fractions, and the longest resources; without a gpu its fractions are 0."""
+    bounds: _Bounds = [(0.0, 1.0)] * 9 + [(0.0, None)] * 2
     if problem.compute_tier == "cpu":
         bounds[WG] = bounds[CG] = bounds[HG] = (0.0, 0.0)
     return bounds
@@ -372,105 +386,124 @@ def _minimize(cost: Affine, rows: Sequence[Affine], upper: Sequence[float], boun
     return linprog(cost, np.array(rows), np.array(upper), sums, np.ones(3), bounds, method="highs")
 
 
-def _finish(
+def _round_to_placeable(
     problem: PlanningProblem, candidate: Candidate, max_latency: float | None = None
 ) -> Solution | None:
-    """Round a candidate to what can be placed; None if that does not fit or takes too long.
-
-    If whole matrices and cache blocks exceed a tier, part of its share moves to the next tier: of
-    the weights, of the cache where no weights are left, and at last of the hidden states.
-    """
+    """Round a candidate to what can be placed; None if that does not fit or takes too long."""
     fractions, shape = candidate.fractions.copy(), candidate.costs.shape
-    next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
     for attempt in range(1, _ATTEMPTS + 1):
-        shares: list[float] = []
-        for columns in COLUMNS.values():
-            # In hundredths of a percent, and no minus zero.
-            gpu, cpu = (abs(round(float(fractions[columns[tier]]), 4)) for tier in TIERS[:2])
-            shares += [gpu, min(cpu, 1.0 - gpu)]
-        policy = Policy(shape.gpu_batch_size, shape.num_gpu_batches, *shares)
+        policy = _rounded_policy(shape, fractions)
         prediction = predict(problem, policy, shape.schedule, passes=shape.passes)
         if prediction.feasible:
             if shape.passes > 1:  # rounding may leave room for fewer, which a run then takes
                 prediction = predict(problem, policy, shape.schedule)
-            return (
-                None
-                if _is_late(prediction, max_latency)
-                else Solution(policy, shape.schedule, prediction)
-            )
-        lowered = False
-        for tier, following in next_tier.items():
-            missing = prediction.missing.get(tier, 0)
-            if not missing:
-                continue
-            # In bytes for the whole of a kind; a block that draws one token keeps no cache.
-            stored = candidate.costs.memory[tier][0]
-            if fractions[WEIGHTS[tier]] and not candidate.keeps_weights:
-                columns, step = WEIGHTS, 1.05 * missing / problem.stored_bytes + 1e-4
-            elif fractions[CACHE[tier]] and stored[CACHE[tier]]:
-                columns, step = CACHE, 1 / len(cache_blocks(problem, policy))
-            else:
-                columns, step = HIDDEN, 1.05 * missing / max(1.0, stored[HIDDEN[tier]]) + 1e-4
-            # more each time, until something whole moves
-            moved = min(fractions[columns[tier]], attempt * step)
-            fractions[columns[tier]] -= moved
-            fractions[columns[following]] += moved
-            lowered |= moved > 0
-        if not lowered:
+            if _exceeds_latency(prediction, max_latency):
+                return None
+            return Solution(policy, shape.schedule, prediction)
+        if not _move_to_next_tier(problem, candidate, fractions, prediction.missing, attempt):
             return None
     return None
+
+
+def _rounded_policy(shape: BlockShape, fractions: Affine) -> Policy:
+    """Return the policy in hundredths of a percent."""
+    shares: list[float] = []
+    for columns in COLUMNS.values():
+        # no minus zero
+        gpu, cpu = (abs(round(float(fractions[columns[tier]]), 4)) for tier in TIERS[:2])
+        shares += [gpu, min(cpu, 1.0 - gpu)]
+    return Policy(shape.gpu_batch_size, shape.num_gpu_batches, *shares)
+
+
+def _move_to_next_tier(
+    problem: PlanningProblem,
+    candidate: Candidate,
+    fractions: Affine,
+    missing: Mapping[Tier, int],
+    attempt: int,
+) -> bool:
+    """Move part of what full tiers have to the next ones, by changing `fractions`; return whether
+    something has moved.
+
+    It is of the weights, of the cache where no weights are left, and at last of the hidden states.
+    missing: bytes by tier.
+    attempt: from 1; more is moved each time, until something whole moves.
+    """
+    next_tier: dict[Tier, Tier] = {"gpu": "cpu", "cpu": "disk"}
+    shape = candidate.costs.shape
+    has_moved = False
+    for tier, following in next_tier.items():
+        if tier not in missing:
+            continue
+        # In bytes for the whole of a kind; a block that draws one token keeps no cache.
+        stored = candidate.costs.memory[tier][0]
+        if fractions[WEIGHTS[tier]] and not candidate.keeps_weights:
+            columns, step = WEIGHTS, 1.05 * missing[tier] / problem.stored_bytes + 1e-4
+        elif fractions[CACHE[tier]] and stored[CACHE[tier]]:
+            blocks = cache_blocks(problem, shape.gpu_batch_size, shape.num_gpu_batches)
+            columns, step = CACHE, 1 / len(blocks)
+        else:
+            columns, step = HIDDEN, 1.05 * missing[tier] / max(1.0, stored[HIDDEN[tier]]) + 1e-4
+        moved = min(fractions[columns[tier]], attempt * step)
+        fractions[columns[tier]] -= moved
+        fractions[columns[following]] += moved
+        has_moved |= bool(moved > 0)
+    return has_moved
 
 
 # Explain why no block fits.
 
 
-def _explain_infeasible(
-    problem: PlanningProblem,
-    schedules: Sequence[Schedule],
-    max_latency: float | None,
-    fixed: Policy | None,
-) -> str:
-    """Say in one sentence how much memory or time is missing, and what helps."""
-    shape, num_sequences = _smallest_block(schedules), problem.workload.num_sequences
-    has_all = shape.schedule.is_single_pass and not problem.endless and num_sequences > 1
-    everything = f"the one pass of {shape.schedule} has {count(num_sequences, 'sequence')}"
-    in_blocks = _quickest_seconds(problem, (ZIGZAG,), fixed)
-    quickest = _quickest_seconds(problem, schedules, fixed) if has_all else in_blocks
-    if quickest is not None and max_latency is not None:
-        late, advice = f"no block is done within {max_latency:g} s", "raise --max-latency"
-        unit = 10.0 ** (math.floor(math.log10(quickest)) - 3)
-        enough = f"{math.ceil(quickest / unit) * unit:.10g} s"  # rounded up, to four digits
-        if not has_all:
-            return f"{late}: a single sequence takes {enough}; {advice}"
-        if in_blocks is not None and in_blocks <= max_latency:
-            advice = f"leave --schedule out, or {advice}"
-        return f"{late}: {everything} and takes {enough}; {advice}"
-    if has_all and in_blocks is None:
-        shape, has_all = _smallest_block((ZIGZAG,)), False
-    short, words = _missing_memory(problem, shape)
-    if has_all:
-        return (
-            f"{everything}, whose hidden states and the weights need {short}: leave --schedule "
-            f"out, or {words}"
+def _require_latency(
+    problem: PlanningProblem, candidates: Sequence[Candidate], max_latency: float
+) -> None:
+    """Raise `MemoryLimitError` with the seconds of the quickest block if one can be placed."""
+    by_seconds = sorted(candidates, key=lambda candidate: candidate.block_s)
+    rounded = (_round_to_placeable(problem, candidate) for candidate in by_seconds)
+    if (quickest := next(filter(None, rounded), None)) is not None:
+        enough = f"{1.001 * quickest.prediction.block_s:.4g}"  # above it, whatever is rounded
+        raise MemoryLimitError(
+            f"no block is done within {max_latency:g} s: the quickest takes {enough} s; raise "
+            "--max-latency"
         )
-    return f"does not fit: needs {short}; {words}"
 
 
-def _missing_memory(problem: PlanningProblem, shape: BlockShape) -> tuple[str, str]:
-    """Say how many bytes a block needs and has on the tier that misses most, and what helps."""
-    shape = replace(shape, passes=problem.most_passes(shape))
-    costs = block_costs(problem, shape)
-    fractions, missing = _least_missing(problem, costs)
-    tier = max(TIERS, key=lambda tier: missing[tier])
-    if missing[tier]:
-        needed = max(float(form @ fractions) for form in costs.memory[tier])
-        short = shortage(problem, tier, needed, costs.workspace[tier])
+def _explain_missing_memory(problem: PlanningProblem, schedules: Sequence[Schedule]) -> str:
+    """Say how many bytes the smallest block needs and has on the tier that misses most, and what
+    helps.
+    """
+    only_single_pass = all(schedule.is_single_pass for schedule in schedules)
+    shape = BlockShape(1, 1, schedules[0] if only_single_pass else ZIGZAG)
+    costs = block_costs(problem, replace(shape, passes=problem.most_passes(shape)))
+    fractions = _filled_fast_first(problem, costs)
+    needed = {tier: max(float(form @ fractions) for form in costs.memory[tier]) for tier in TIERS}
+    free = _free_bytes(problem, costs)
+    tier = max(TIERS, key=lambda tier: max(0.0, needed[tier] - free[tier]))
+    if needed[tier] > free[tier]:
+        short = shortage(problem, tier, needed[tier], costs.workspace[tier])
     else:
-        short = (
-            f"up to {exact_size(max(problem.storage.matrices.values()))} more, because a matrix is "
-            "never split"
-        )
-    return short, _advice(problem, tier)
+        largest = exact_size(max(problem.storage.matrices.values()))
+        short = f"up to {largest} more, because a matrix is never split"
+    return f"does not fit: needs {short}; {_advice(problem, tier)}"
+
+
+def _filled_fast_first(problem: PlanningProblem, costs: BlockCosts) -> Affine:
+    """Return the fractions that fill the tiers in order; what has no room is on the disk."""
+    fractions, free = affine(1.0), _free_bytes(problem, costs)
+    tiers: list[Tier] = ["gpu", "cpu"] if problem.compute_tier == "gpu" else ["cpu"]
+    for columns in (HIDDEN, CACHE, WEIGHTS):
+        rest = 1.0
+        for tier in tiers:
+            column = columns[tier]
+            shares = (
+                (free[tier] - form @ fractions) / form[column]
+                for form in costs.memory[tier]
+                if form[column] > 0
+            )
+            fractions[column] = min(rest, max(0.0, min(shares, default=rest)))
+            rest -= fractions[column]
+        fractions[columns["disk"]] = rest
+    return fractions
 
 
 def shortage(problem: PlanningProblem, tier: Tier, needed: float, workspace: float = 0) -> str:
@@ -494,41 +527,3 @@ def _advice(problem: PlanningProblem, tier: Tier) -> str:
     if tier == "disk" and problem.hardware.name == MEASURED:
         return "make room on the disk or name another folder with --offload-dir"
     return "take a lower --precision or a smaller model"
-
-
-def _least_missing(problem: PlanningProblem, costs: BlockCosts) -> tuple[Affine, dict[Tier, int]]:
-    """Return the fractions that miss the fewest bytes over all tiers, and those bytes by tier."""
-    # Variables: nine fractions, then the missing bytes of each tier.
-    rows, upper = [], []
-    unit = float(problem.storage.num_values)
-    for tier, form, free in _memory_rows(problem, costs):
-        rows.append(np.concatenate((form[:9] / unit, [-float(tier == name) for name in TIERS])))
-        upper.append(free / unit)
-    solved = _minimize(np.concatenate((np.zeros(9), np.ones(3))), rows, upper, _bounds(problem, 3))
-    missing = {
-        tier: math.ceil(share * unit) if share > _NOISE else 0
-        for tier, share in zip(TIERS, solved.x[9:])
-    }
-    return np.append(solved.x[:9], 1.0), missing
-
-
-def _quickest_seconds(
-    problem: PlanningProblem, schedules: Sequence[Schedule], fixed: Policy | None
-) -> float | None:
-    """Return the seconds of the quickest block as it will be placed, the smallest one; None if not
-    even that fits.
-    """
-    found = (
-        _finish(problem, candidate)
-        for candidate in _solve(problem, _smallest_block(schedules), fixed)
-    )
-    return min(
-        (solution.prediction.block_s for solution in found if solution is not None), default=None
-    )
-
-
-def _smallest_block(schedules: Sequence[Schedule]) -> BlockShape:
-    """Return the smallest block: one sequence, but all where only a single pass is allowed."""
-    return BlockShape(
-        1, 1, schedules[0] if all(schedule.is_single_pass for schedule in schedules) else ZIGZAG
-    )

@@ -17,26 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import Literal
+from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
-from flexgen_helm.models.config import ModelConfig, expert_of
+from flexgen_helm.models.config import expert_of
+from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.placement import (
     Machine,
     StorageSizes,
     achieved_fractions,
-    cache_sizes,
     choose_tiers,
     loader_buffer_bytes,
     staging_sizes,
-    storage_sizes,
     tier_fractions,
 )
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.quant.precisions import Precision
-from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, UNLIMITED, Fractions, Tier, limit_flag
+from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limit_flag
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
 # host.
@@ -78,7 +75,9 @@ class Placement:
 
     def bytes_on(self, tier: Tier) -> dict[str, int]:
         """Return the matrices of a tier and their bytes as stored."""
-        return {name: self.model.matrices[name] for name, at in self.weights.items() if at == tier}
+        return {
+            name: self.model.matrices[name] for name in self.weights if self.weights[name] == tier
+        }
 
     @property
     def streams_weights(self) -> bool:
@@ -97,32 +96,30 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     Raises `MemoryLimitError` with the missing bytes if the weights with their staging ring exceed a
     tier.
     """
-    left = _left_beside_all(model, machine)
-    on_compute_tier: Fractions = {tier: float(tier == machine.compute_tier) for tier in TIERS}
-    resident = _placed(model, machine, *[on_compute_tier] * 3)
-    if policy is not None:
-        plan = _placed(
-            model, machine, *(tier_fractions(policy, kind, machine.has_gpu) for kind in KINDS)
-        )
-    elif left >= least_run_bytes(model, machine.compute_bytes):
-        return resident
+    if policy is None:
+        plan = _by_rule(model, machine)
     else:
-        in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
-        weights = _rule_of_thumb(model, machine)
-        plan = _placed(model, machine, weights, in_host_memory, on_compute_tier)
-    weight_bytes = {tier: sum(plan.bytes_on(tier).values()) for tier in TIERS}
-    if plan.compute_copies:  # all weights are resident
-        weight_bytes[machine.compute_tier] = model.num_values * machine.compute_bytes
-    missing = _missing(model, machine, weight_bytes, plan.all_staging_bytes)
-    if missing and policy is None and left >= 0:
-        # it leaves little room for a run, but the weights cannot be streamed either
-        return resident
-    for tier, num_bytes in missing.items():
+        shares = (tier_fractions(policy, kind, machine.has_gpu) for kind in KINDS)
+        plan = _placed(model, machine, *shares)
+    for tier, num_bytes in _missing_of(plan).items():
         raise MemoryLimitError(
             f"the {tier} tier is limited to {exact_size(machine.limits[tier])}, and the weights "
             f"with their staging need {exact_size(num_bytes)} more there: raise {limit_flag(tier)}"
         )
     return plan
+
+
+def _by_rule(model: StorageSizes, machine: Machine) -> Placement:
+    on_compute_tier: Fractions = {tier: float(tier == machine.compute_tier) for tier in TIERS}
+    resident = _placed(model, machine, *[on_compute_tier] * 3)
+    left = left_beside_all(model, machine)
+    if left >= sequence_bytes(model, machine.compute_bytes):
+        return resident
+    in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
+    weights = rule_of_thumb(model, machine)
+    plan = _placed(model, machine, weights, in_host_memory, on_compute_tier)
+    # resident weights may leave little room for a run, but these cannot be streamed either
+    return resident if left >= 0 and _missing_of(plan) else plan
 
 
 def _placed(
@@ -139,13 +136,21 @@ def _placed(
     return Placement(model, machine, placed, cache, activations, used.ring, copies, used.experts)
 
 
-def _left_beside_all(model: StorageSizes, machine: Machine) -> int:
+def left_beside_all(model: StorageSizes, machine: Machine) -> int:
     """Return what all weights leave free of the compute tier; negative where they have no room."""
     beside = model.vector_bytes(machine.compute_bytes)
     return machine.compute_limit - model.matrix_bytes - beside
 
 
-def _missing(
+def _missing_of(plan: Placement) -> dict[Tier, int]:
+    model, machine = plan.model, plan.machine
+    weight_bytes = {tier: sum(plan.bytes_on(tier).values()) for tier in TIERS}
+    if plan.compute_copies:  # all weights are resident
+        weight_bytes[machine.compute_tier] = model.num_values * machine.compute_bytes
+    return missing_bytes(model, machine, weight_bytes, plan.all_staging_bytes)
+
+
+def missing_bytes(
     model: StorageSizes, machine: Machine, weight_bytes: Mapping[Tier, int], staging_bytes: int
 ) -> dict[Tier, int]:
     """Return the bytes that tiers lack for matrices, vectors, and what loading takes."""
@@ -157,15 +162,12 @@ def _missing(
     return {tier: needed[tier] - limits[tier] for tier in TIERS if needed[tier] > limits[tier]}
 
 
-def _rule_of_thumb(model: StorageSizes, machine: Machine) -> Fractions:
+def rule_of_thumb(model: StorageSizes, machine: Machine) -> Fractions:
     """Return the fractions by tier of weights that the compute tier does not hold."""
-    compute_tier, compute_bytes, total = (
-        machine.compute_tier,
-        machine.compute_bytes,
-        model.matrix_bytes,
-    )
+    compute_tier, compute_bytes = machine.compute_tier, machine.compute_bytes
+    total = model.matrix_bytes
     room = machine.compute_limit - staging_sizes(model, machine.compute_limit).num_bytes
-    room -= least_run_bytes(model, compute_bytes)
+    room -= sequence_bytes(model, compute_bytes)
     room -= 0 if machine.has_gpu else loader_buffer_bytes(model, has_gpu=False)
     near = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - model.vector_bytes(compute_bytes)) / total
     near = min(1.0, near)
@@ -191,23 +193,12 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
     """Return a searched policy with so few weights on the compute tier that a sequence can run
     beside them.
 
-    A search has room for the requests that it assumes, in sizes that whole matrices exceed. A few
-    experts give way, too: they save less of a reading than the hidden states that have their
-    memory.
+    A search has room for the requests that it assumes, in sizes that whole matrices exceed.
     """
-    staging, total = staging_sizes(model, machine.compute_limit), model.matrix_bytes
-    beside = _least_bytes(model, machine.compute_bytes) + staging.num_bytes
-    has_gpu = machine.has_gpu
-    while share := policy.wg if has_gpu else policy.wc:
-        placed = choose_tiers(model.matrices, tier_fractions(policy, "weights", has_gpu))
-        near = [name for name in model.matrices if placed[name] == machine.compute_tier]
-        taken = sum(model.matrices[name] for name in near)
-        excess = taken + beside - machine.compute_limit
-        experts = sum(model.matrices[name] for name in near if expert_of(name))
-        if experts < _FEW_EXPERTS * sum(stage.expert_bytes for stage in model.stages.values()):
-            excess = max(excess, experts)
-        if taken in (0, total) or excess <= 0:
-            break
+    has_gpu, total = machine.has_gpu, model.matrix_bytes
+    while (share := policy.wg if has_gpu else policy.wc) and (
+        excess := _excess_bytes(policy, model, machine)
+    ) > 0:
         less = min(share, max(0.001, excess / total))
         if not has_gpu:
             policy = replace(policy, wc=share - less)
@@ -217,7 +208,28 @@ def leaving_room(policy: Policy, model: StorageSizes, machine: Machine) -> Polic
     return policy
 
 
-def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
+def _excess_bytes(policy: Policy, model: StorageSizes, machine: Machine) -> int:
+    """Return the bytes of weights that must leave the compute tier; 0 or less for none.
+
+    Few experts on the compute tier are moved off too: the memory helps hidden states more.
+    """
+    placed = choose_tiers(model.matrices, tier_fractions(policy, "weights", machine.has_gpu))
+    near = {
+        name: size for name, size in model.matrices.items() if placed[name] == machine.compute_tier
+    }
+    taken = sum(near.values())
+    if taken in (0, model.matrix_bytes):
+        return 0
+    staging = staging_sizes(model, machine.compute_limit).num_bytes
+    beside = _vectors_and_sequence_bytes(model, machine.compute_bytes) + staging
+    excess = taken + beside - machine.compute_limit
+    experts = sum(size for name, size in near.items() if expert_of(name))
+    if experts < _FEW_EXPERTS * sum(stage.expert_bytes for stage in model.stages.values()):
+        excess = max(excess, experts)
+    return excess
+
+
+def sequence_bytes(model: StorageSizes, compute_bytes: int) -> int:
     """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS`
     can run at least.
 
@@ -232,9 +244,9 @@ def least_run_bytes(model: StorageSizes, compute_bytes: int) -> int:
     return beside + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
 
 
-def _least_bytes(model: StorageSizes, compute_bytes: int) -> int:
+def _vectors_and_sequence_bytes(model: StorageSizes, compute_bytes: int) -> int:
     """Return the bytes of the compute tier that vectors and a short sequence take."""
-    return model.vector_bytes(compute_bytes) + least_run_bytes(model, compute_bytes)
+    return model.vector_bytes(compute_bytes) + sequence_bytes(model, compute_bytes)
 
 
 def least_limit(model: StorageSizes, compute_bytes: int) -> int:
@@ -243,7 +255,7 @@ def least_limit(model: StorageSizes, compute_bytes: int) -> int:
 
     compute_bytes: of an element in the compute dtype.
     """
-    beside = _least_bytes(model, compute_bytes)
+    beside = _vectors_and_sequence_bytes(model, compute_bytes)
     limit = beside
     # The staging ring grows with the limit, by less than the half of it.
     while (needed := beside + staging_sizes(model, limit).num_bytes) > limit:
@@ -269,67 +281,3 @@ def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> No
             f"{exact_size(least)} or more there, for its staging and a sequence of some hundred "
             f"tokens: raise {limit_flag(tier)}"
         )
-
-
-# Where the rule of thumb leaves the weights of each model on a machine: for lists of models, which
-# plan no run.
-
-Fit = Literal[
-    "in GPU memory",
-    "in memory",
-    "offloaded to disk",
-    "too large for the memory",
-    "too large for the disk",
-]
-# Bytes of a published value.
-_STORED_BYTES = 2
-_COMPUTE_DTYPES = {"gpu": "float16", "cpu": "float32"}
-
-
-@cache
-def weight_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Return the bytes of all weights as stored."""
-    storage = storage_sizes(config, precision)
-    return storage.matrix_bytes + storage.vector_bytes(_STORED_BYTES)
-
-
-def fit(
-    config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], fetched_bytes: int = 0
-) -> Fit:
-    """Return the slowest tier that takes a share of the weights, by the engine's rule of thumb.
-
-    limits: bytes of each tier; 0 on a machine without a gpu.
-    fetched_bytes: that a download takes of the disk first.
-    """
-    offloaded = _offloaded_bytes(config, precision, limits["gpu"], limits["cpu"])
-    if offloaded is None:
-        return "too large for the memory"
-    if offloaded["disk"] + fetched_bytes > limits["disk"]:
-        return "too large for the disk"
-    if offloaded["disk"]:
-        return "offloaded to disk"
-    return "in GPU memory" if limits["gpu"] and not offloaded["cpu"] else "in memory"
-
-
-@cache
-def _offloaded_bytes(
-    config: ModelConfig, precision: Precision, gpu: int, cpu: int
-) -> dict[Tier, int] | None:
-    """Return the bytes of weights in host memory and on the disk; None if the memory is too small
-    to stage them.
-    """
-    compute_tier: Tier = "gpu" if gpu else "cpu"
-    model = storage_sizes(config, precision)
-    limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": UNLIMITED}
-    machine = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier])
-    nothing: dict[Tier, int] = {"cpu": 0, "disk": 0}
-    # As `place_weights` decides, to a matrix; most models end here.
-    left = _left_beside_all(model, machine)
-    if left >= least_run_bytes(model, machine.compute_bytes):
-        return nothing
-    shares = _rule_of_thumb(model, machine)
-    weight_bytes = {tier: int(share * model.matrix_bytes) for tier, share in shares.items()}
-    staging = staging_sizes(model, machine.compute_limit).num_bytes
-    if _missing(model, machine, weight_bytes, staging):
-        return nothing if left >= 0 else None
-    return {"cpu": weight_bytes["cpu"] if machine.has_gpu else 0, "disk": weight_bytes["disk"]}

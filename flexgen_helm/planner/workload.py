@@ -85,27 +85,27 @@ class Workload:
         return max(prompt for prompt, _, _ in self.groups)
 
     @property
-    def prompt(self) -> float:
+    def mean_prompt(self) -> float:
         """Mean prompt length."""
         return sum(count * prompt for prompt, _, count in self.groups) / self.num_sequences
 
     @property
-    def output(self) -> float:
+    def mean_output(self) -> float:
         """Mean output length."""
         return self.output_tokens / self.num_sequences
 
     @property
-    def computed(self) -> float:
+    def mean_computed(self) -> float:
         """Mean number of prompt tokens that are computed."""
-        return self.prompt - self.saved_tokens / self.num_sequences
+        return self.mean_prompt - self.saved_tokens / self.num_sequences
 
     @property
-    def scored(self) -> float:
+    def mean_scored(self) -> float:
         """Mean number of prompt tokens that pass the head."""
         return self.scored_tokens / self.num_sequences
 
     @property
-    def pairs(self) -> float:
+    def mean_pairs(self) -> float:
         """Mean of computed prompt tokens x prompt length, which prefill attention grows with."""
         squares = sum(count * prompt**2 for prompt, _, count in self.groups) / self.num_sequences
-        return squares * self.computed / self.prompt
+        return squares * self.mean_computed / self.mean_prompt

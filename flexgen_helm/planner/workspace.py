@@ -28,8 +28,9 @@ from flexgen_helm.tiers import (
     Tier,
 )
 
-# Float32 copies that a module with states makes of a token's elements, and of a state: the chunked
-# delta rule and Mamba's scan take 6 to 10 of the first, measured for 512 to 2,048 tokens.
+# Float32 copies that a module with states makes of a token's elements, and of a state. Measured for
+# 512 to 2,048 tokens, the chunked delta rule and Mamba's scan make 6 to 10 of the first: the bound
+# leaves room for other modules.
 _MIXER_COPIES, _STATE_COPIES = 16, 6
 
 
@@ -58,7 +59,7 @@ def widest_matrix(config: ModelConfig) -> int:
 class Workspace:
     """Bounds for one model.
 
-    element: bytes of an element in the compute dtype.
+    element_bytes: of an element in the compute dtype.
     tier: that computes.
     cache: format of a quantized or sparse cache; None for one in the compute dtype.
     converts: weights have another dtype than products, or are packed.
@@ -67,7 +68,7 @@ class Workspace:
     """
 
     config: ModelConfig
-    element: int
+    element_bytes: int
     tier: Tier
     cache: CacheFormat | None = None
     converts: bool = True
@@ -75,14 +76,14 @@ class Workspace:
     product_bytes: int = 0
 
     @cached_property
-    def _direct(self) -> bool:
+    def _keeps_scores(self) -> bool:
         """Whether scores are kept whole.
 
         Fused kernels know no soft cap, and on a device no bias in float32 beside queries in 16
         bits, and no heads that are not whole 16 bytes.
         """
         config = self.config
-        is_odd = config.has_score_bias or config.head_dim * self.element % 16 > 0
+        is_odd = config.has_score_bias or config.head_dim * self.element_bytes % 16 > 0
         return (
             config.attn_softcap is not None
             or not self.has_fused_attention
@@ -105,7 +106,7 @@ class Workspace:
         return 6 * config.num_streams * config.hidden_size + max(attention, ffn)
 
     @cached_property
-    def _masks(self) -> bool:
+    def _has_masks(self) -> bool:
         return self.config.has_score_bias or any(
             window is not None for window in self.config.windows
         )
@@ -121,37 +122,59 @@ class Workspace:
         decoding: cached positions that decoding tokens attend to, over all of them.
         shared: tokens that attend to one shared prefix, and its positions.
         """
-        config, cache = self.config, self.cache
-        scores = 4 * config.num_heads * decoding
-        users, positions = min(shared[0], SCORE_TOKENS), shared[1]
-        if self._direct or self._masks:
-            scores += 4 * config.num_heads * users * positions
-        if self._direct:
-            scores += 4 * config.num_heads * min(prompt, SCORE_TOKENS) * prompt
-        elif self._masks:
-            scores += 4 * prompt * prompt
-        states = self.element * tokens * (self._elements_per_token + 4 * config.state_size)
-        # rows of a tile of `models.routing`, and on a device all results
-        if (experts := config.experts) is not None:
-            rows, hidden = tokens * experts.per_token, config.hidden_size
-            sorted_rows = min(rows, MAX_BATCH_TOKENS) * (5 * experts.ffn_size + 3 * hidden)
-            sorted_rows += rows * hidden * (self.tier == "gpu")
-            states = max(
-                states, self.element * (sorted_rows + tokens * (6 * hidden + 4 * config.state_size))
-            )
-        states += self._mixing(tokens, prompt)
-        total = states + (4 if self._direct else 2) * scores + self.element * self._upcast_elements
-        total += self.product_bytes
-        if cache is not None:
-            # Two masks of a query chunk, and the quantized and full-precision versions of keys and
-            # values.
-            quantized = min(tokens, max(prompt, QUANTIZED_TOKENS))
-            total += (
-                2 * 4 * QUERY_CHUNK_TOKENS * prompt + self.element * 4 * config.kv_size * quantized
-            )
-            # scores of a top-k selection: their sums, the largest, and a copy without the others
-            if cache.is_sparse:
-                total += 4 * 8 * config.num_heads * QUERY_CHUNK_TOKENS * prompt
+        return (
+            max(self._states(tokens), self._experts(tokens))
+            + self._mixing(tokens, prompt)
+            + self._scores(prompt, decoding, *shared)
+            + self._cache_reading(tokens, prompt)
+            + self.element_bytes * self._upcast_elements
+            + self.product_bytes
+        )
+
+    def _states(self, tokens: int) -> int:
+        """Bound what a layer makes of hidden states, and those of the batches around this one."""
+        return self.element_bytes * tokens * (self._elements_per_token + 4 * self.config.state_size)
+
+    def _experts(self, tokens: int) -> int:
+        """Bound the same where tokens are sorted by experts."""
+        experts, hidden = self.config.experts, self.config.hidden_size
+        if experts is None:
+            return 0
+        rows = tokens * experts.per_token
+        # A tile of `models.routing`: gate, up, activation and a product joined from tiles, as in
+        # `_elements_per_token`; its rows of hidden states, their results, and these weighed.
+        elements = min(rows, MAX_BATCH_TOKENS) * (5 * experts.ffn_size + 3 * hidden)
+        if self.tier == "gpu":  # all results
+            elements += rows * hidden
+        return self.element_bytes * (elements + tokens * (6 * hidden + 4 * self.config.state_size))
+
+    def _scores(self, prompt: int, decoding: int, users: int, positions: int) -> int:
+        """Bound the scores of attention in float32: with their softmax, and where they are kept
+        with what is added to them and what a soft cap makes of them.
+
+        users, positions: tokens that attend to one shared prefix, and its positions.
+        """
+        heads, elements = self.config.num_heads, self.config.num_heads * decoding
+        if self._keeps_scores or self._has_masks:
+            elements += heads * min(users, SCORE_TOKENS) * positions
+        if self._keeps_scores:
+            elements += heads * min(prompt, SCORE_TOKENS) * prompt
+        elif self._has_masks:
+            elements += prompt * prompt
+        return (4 if self._keeps_scores else 2) * 4 * elements
+
+    def _cache_reading(self, tokens: int, prompt: int) -> int:
+        """Bound what a quantized or sparse cache takes."""
+        cache, config = self.cache, self.config
+        if cache is None:
+            return 0
+        # quantized and full-precision versions of keys and values
+        quantized = min(tokens, max(prompt, QUANTIZED_TOKENS))
+        total = self.element_bytes * 2 * 2 * config.kv_size * quantized
+        total += 2 * 4 * QUERY_CHUNK_TOKENS * prompt  # two masks of a query chunk
+        if cache.is_sparse:
+            # of a top-k selection, 4 times: scores, sums, the largest, and a copy without the rest
+            total += 4 * 8 * config.num_heads * QUERY_CHUNK_TOKENS * prompt
         return total
 
     def _mixing(self, tokens: int, prompt: int) -> int:
@@ -175,7 +198,9 @@ class Workspace:
         logits += (
             5 * 8 * vocabulary * min(positions, max(1, SAMPLED_ELEMENTS[self.tier] // vocabulary))
         )
-        return logits + self.element * (tokens * self.config.state_size + self._upcast_elements)
+        return logits + self.element_bytes * (
+            tokens * self.config.state_size + self._upcast_elements
+        )
 
     def room_beside(self, limit: float) -> int:
         """Return what a limit leaves beside the workspace of a full batch, at least two thirds of

@@ -11,7 +11,7 @@ from helm.common.cache import BlackHoleCacheConfig, CacheConfig
 from helm.common.request import EMBEDDING_UNAVAILABLE_REQUEST_RESULT, Request, RequestResult
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.checkpoint.paths import explain
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.context import get_context
 
@@ -41,11 +41,11 @@ class FlexgenClient(Client):
             )
         context = get_context()
         try:
-            ours = convert.to_helm_request(request, self.model, context.models)
-            response = context.service.respond(self.model, ours, self.use_cache)
+            helm_request = convert.to_helm_request(request, self.model, context.models)
+            response = context.service.respond(self.model, helm_request, self.use_cache)
             encoder = context.models.encoder(self.model)
             return convert.to_request_result(
-                request, ours, response.result, response.is_cached, encoder
+                request, helm_request, response.result, response.is_cached, encoder
             )
         except NonRetriableException:
             raise

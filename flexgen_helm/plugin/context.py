@@ -49,16 +49,18 @@ class SuiteRun(Protocol):
         models_to_run: list[str] | None = None,
         **filters: Any,
     ) -> list[RunSpec]: ...
-    def collect(
+    def compute_all(
         self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None], /
     ) -> None: ...
     def sampled(self, run: HelmRun, scenario_state: ScenarioState, /) -> ScenarioState: ...
-    def watched(self, runner: Runner, run_spec: RunSpec, /) -> AbstractContextManager[None]: ...
-    def add(self, run: HelmRun, /) -> None: ...
+    def recorded_run(
+        self, runner: Runner, run_spec: RunSpec, /
+    ) -> AbstractContextManager[None]: ...
+    def add_executed(self, run: HelmRun, /) -> None: ...
 
 
 class PluginContext:
-    """One per process.
+    """The plugin's state, one object per process.
 
     service: the engine and its queue.
     models: what is read of models before they are loaded.
@@ -66,11 +68,12 @@ class PluginContext:
         `flexgen-helm run`.
     suite: the call of `flexgen-helm run` in progress; None in `helm-run`.
     run: the HELM run in progress, if it is one of ours.
-    dry_run: folder of the HELM run in progress, if it is one of ours and computes nothing.
-    needs_requests: the HELM run in progress, if it is one of ours and its instances were made.
-    generated: what our generators of HELM's registries made; called with the function and a name.
-    warn_once, tell_once: say a sentence to the user once.
-    completed: deployments in HELM's registry that a user's file names and the plugin completed.
+    dry_run_folder: of the HELM run in progress, if it is one of ours and computes nothing.
+    must_have_requests: the run spec in progress whose data must give requests, if it is ours.
+    generate_once: makes an entry of HELM's registries by a function and a name, once.
+    warn_once: says a sentence to the user once.
+    completed_deployments: those in HELM's registry that a user's file names and the plugin
+        completed.
     """
 
     def __init__(
@@ -81,17 +84,23 @@ class PluginContext:
         self.engine_options: Mapping[str, Any] = {}
         self.suite: SuiteRun | None = None
         self.run: HelmRun | None = None
-        self.dry_run: Path | None = None
-        self.needs_requests: RunSpec | None = None
-        self.completed: set[str] = set()
+        self.dry_run_folder: Path | None = None
+        self.must_have_requests: RunSpec | None = None
+        self.completed_deployments: set[str] = set()
         self.warn_once = cache(hwarn)
-        self.tell_once = cache(lambda text, is_warning: report(Message(text, is_warning)))
+        self._told: set[str] = set()
 
         @single_flight
-        def generated(make: Callable[[str], T], name: str) -> T:
+        def generate_once(make: Callable[[str], T], name: str) -> T:
             return make(name)
 
-        self.generated = generated
+        self.generate_once = generate_once
+
+    def tell_once(self, text: str, *, is_warning: bool) -> None:
+        """Show a sentence to the user, once."""
+        if text not in self._told:
+            self._told.add(text)
+            report(Message(text, is_warning))
 
     def find_model(self, name: str, arguments: Mapping[str, Any] | None = None) -> ModelArguments:
         """Return the model behind a deployment's name; arguments: those of its entry, under the

@@ -34,7 +34,7 @@ from helm.proxy.retry import NonRetriableException
 from flexgen_helm.errors import NumericalError, RequestError
 from flexgen_helm.request import MAX_COMPLETIONS, Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service.models import ModelArguments, ModelReader, PromptEncoder
-from flexgen_helm.service.service import KeyedRequest, request_key
+from flexgen_helm.service.service import KeyedRequest, Service, SubmittedBlock, request_key
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.thinking import split_thinking
 
@@ -83,7 +83,7 @@ class HelmRequest(KeyedRequest):
 
 
 class Submission(NamedTuple):
-    """The requests of one run, as `Service.submit` takes them.
+    """The requests of one run.
 
     instances: HELM's id of the instance, and its split, of each request.
     """
@@ -92,6 +92,9 @@ class Submission(NamedTuple):
     requests: Sequence[HelmRequest]
     use_cache: bool
     instances: Sequence[tuple[str, str | None]] = ()
+
+    def submit(self, service: Service) -> SubmittedBlock:
+        return service.submit(self.model, self.requests, self.use_cache)
 
 
 def to_request(fields: Mapping[str, Any], kind: type[Request]) -> Request:

@@ -10,7 +10,7 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.common.object_spec import get_class_by_name
 
-from flexgen_helm.checkpoint.paths import explain
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.errors import FlexgenError
 
 # HELM's executor appends it to a message, with the whole prompt
@@ -60,8 +60,9 @@ def explain_failure(error: Exception, data: Path | None) -> str:
 
 
 def exit_code_of(error: Exception, data: Path | None) -> int:
-    """Return the exit code of a run that failed: 2 where it was refused, or its data is missing;
-    data: as above.
+    """Return the exit code of a run that failed: 2 where it was refused, or its data is missing.
+
+    data: as of `explain_failure`.
     """
     if isinstance(error, FlexgenError):
         return error.exit_code
@@ -112,7 +113,6 @@ def data_folder(runner: Runner, run_spec: RunSpec) -> Path:
     """Return the folder where HELM keeps the data of a run's scenario."""
     try:
         name = str(get_class_by_name(run_spec.scenario_spec.class_name).name)
-    # the class cannot be imported, which is why the run failed, or names itself later
-    except Exception:
+    except Exception:  # of the class's module: perhaps that is why the run failed
         name = "NAME"
     return Path(runner.output_path) / "scenarios" / name

@@ -37,13 +37,13 @@ from helm.benchmark.window_services.tokenizer_service import TokenizerService
 from helm.common.hierarchical_logger import hlog, hwarn
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count, naming, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
-from flexgen_helm.plugin.usage import RUN_FILE, HelmRun, asked, digest
+from flexgen_helm.plugin.usage import HelmRun, digest_of, request_lines
 from flexgen_helm.progress import (
     Event,
     Message,
@@ -53,11 +53,10 @@ from flexgen_helm.progress import (
     describe,
     observed_by,
 )
+from flexgen_helm.report.answers import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
 from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
 
-FIRST_FILE, LAST_FILE = "run_spec.json", "per_instance_stats.json"
-DRY_RUN_FOLDER = "dry_run"
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
 # Seconds between two lines of a block's progress in HELM's log.
 LINE_EVERY_S = 30.0
@@ -169,8 +168,8 @@ def _show_refusals() -> None:
     if hasattr(original, "flexgen_helm"):
         return
 
-    def show(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        frames = [frame for frame, _ in traceback.walk_tb(at) if frame.f_code.co_name == "main"]
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        frames = [frame for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_name == "main"]
         modules = {getattr(frame.f_globals.get("__spec__"), "name", None) for frame in frames}
         if (
             isinstance(error, FlexgenError)
@@ -179,7 +178,7 @@ def _show_refusals() -> None:
         ):
             print(f"flexgen_helm: {error}", file=sys.stderr)
         else:
-            original(kind, error, at)
+            original(kind, error, trace)
 
     show.flexgen_helm = True  # type: ignore[attr-defined]
     sys.excepthook = show
@@ -245,7 +244,7 @@ def _execute(
     for one request per thread.
     """
     context = get_context()
-    run_spec = context.needs_requests
+    run_spec = context.must_have_requests
     if run_spec is not None and not scenario_state.request_states:
         # HELM passes over files that are missing, and would score nothing.
         arguments = ", ".join(
@@ -262,19 +261,19 @@ def _execute(
     if submission is None:
         return original(executor, scenario_state)
     context.service.resume()
-    with context.service.submit(*submission[:3]) as block:
+    with submission.submit(context.service) as block:
         run = context.run
         if run is None:
             return original(executor, scenario_state)
         run.execute_started = time.monotonic()
-        done = original(executor, scenario_state)
+        answered = original(executor, scenario_state)
         run.record_block(context.service, block, submission.requests)
-        run.asked = digest(asked(done.request_states))
-        if any(may_be_rendered(state.request) for state in done.request_states):
+        run.requests_digest = digest_of(request_lines(answered.request_states))
+        if any(may_be_rendered(state.request) for state in answered.request_states):
             run.chat_template = context.models.chat(run.model).as_json()
         if context.suite is not None:
-            context.suite.add(run)
-    return done
+            context.suite.add_executed(run)
+    return answered
 
 
 def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission | None:
@@ -296,13 +295,13 @@ def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission
         return None  # the client fails in the same way, where HELM reports it
     if any(may_be_rendered(state.request) for state in scenario_state.request_states):
         with suppress(FlexgenError):  # the requests fail in the same way
-            context.tell_once(context.models.chat(model).describe(model.name), False)
+            context.tell_once(context.models.chat(model).describe(model.name), is_warning=False)
     if clipped := sum(request.is_clipped for request in requests):
         name = context.run.name if context.run is not None else model.name
         context.tell_once(
             f"{clipped:,} of {count(len(requests), 'request')} of {name} ask for more tokens than "
             "the model's window leaves, so their max_tokens is lowered to what is left",
-            True,
+            is_warning=True,
         )
     interrupt_on_signals()
     return Submission(model, requests, _uses_cache(spec), instances)
@@ -337,14 +336,15 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
     if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):
         runner = copy(runner)
         runner.skip_completed_runs = False
-    context.needs_requests = run_spec if model is not None and not runner.skip_instances else None
+    makes_requests = model is not None and not runner.skip_instances
+    context.must_have_requests = run_spec if makes_requests else None
     with (
-        context.suite.watched(runner, run_spec)
+        context.suite.recorded_run(runner, run_spec)
         if context.suite is not None
         else observed_by(HelmLog())
     ):
         if model is None or not _is_executed(spec):
-            context.dry_run = folder if runner.dry_run and model is not None else None
+            context.dry_run_folder = folder if runner.dry_run and model is not None else None
             return original(runner, run_spec)
         # else perhaps nothing is computed
         if not (runner.skip_completed_runs or runner.cache_instances_only):
@@ -395,14 +395,14 @@ def _write(original: Callable[[str, str], None], file_path: str, content: str) -
     go into a folder of their own, so that they neither replace results nor pass for them.
     """
     run, path = get_context().run, Path(file_path)
-    if path.parent == get_context().dry_run:
+    if path.parent == get_context().dry_run_folder:
         path = path.parent / DRY_RUN_FOLDER / path.name
         path.parent.mkdir(exist_ok=True)
         return original(str(path), content)
     if run is None or path.parent != run.folder:
         with naming(path):
             return original(file_path, content)
-    if path.name == FIRST_FILE:
+    if path.name == SPEC_FILE:
         (path.parent / LAST_FILE).unlink(missing_ok=True)
     if path.name == LAST_FILE:
         run.write()
@@ -502,5 +502,5 @@ def _run_all(original: Callable[..., None], runner: Runner, run_specs: list[RunS
     block.
     """
     if (suite := get_context().suite) is not None:
-        suite.collect(runner, run_specs, partial(original, runner, run_specs))
+        suite.compute_all(runner, run_specs, partial(original, runner, run_specs))
     original(runner, run_specs)

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.checkpoint import names
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint import names, suffixes
+from flexgen_helm.checkpoint.naming_advice import naming_advice
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, EngineOptions
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.service.models import ModelArguments
@@ -37,21 +38,21 @@ def find_model(
     short = name.removeprefix(PREFIX)
     given = _without_empty(arguments or {})
     path, revision = given.pop("path", None), given.pop("revision", None)
-    base, precision = names.split_precision(short)
+    base, precision = suffixes.split_precision(short)
     if digest := prompt_digest(overrides or {}):
-        base = base.removesuffix(names.DIGEST_SUFFIX + digest)
+        base = base.removesuffix(suffixes.DIGEST_SUFFIX + digest)
     if not path:
         _refuse_slash(name, short)
-        resolved = names.resolve(names.with_suffixes(base, None, precision), revision)
+        resolved = names.resolve(suffixes.with_suffixes(base, None, precision), revision)
         said = resolved.options
     else:
         resolved = names.resolve(path, revision)
-        template = names.split_template(base)[1]
-        suffixes = {
+        template = suffixes.split_template(base)[1]
+        from_name = {
             "precision": precision if precision != "fp16" else None,
             "apply_chat_template": template,
         }
-        said = {**resolved.options, **_without_empty(suffixes)}
+        said = {**resolved.options, **_without_empty(from_name)}
     options = {"precision": "fp16", **said, **given, **(overrides or {})}
     if unknown := sorted(set(options) - set(ARGUMENTS)):
         raise UsageError(
@@ -74,8 +75,8 @@ def _refuse_slash(name: str, short: str) -> None:
     """Raise `UnknownModelError` for a folder, and for a hub name as other commands take it."""
     if "/" not in short:
         return
-    if not names.is_hub_name(short) or Path(short).is_dir():
-        raise UnknownModelError(names.naming_advice(short))
+    if not suffixes.is_hub_name(short) or Path(short).is_dir():
+        raise UnknownModelError(naming_advice(short))
     raise UnknownModelError(
         f"'{name}' has one slash too many for HELM, which would mix its results up with those of "
         f"another client; write '{PREFIX}{short.replace('/', '--')}'"
@@ -104,19 +105,19 @@ def with_settings(name: str, precision: str | None, template: bool | None, diges
     Raises `UsageError` where the name says otherwise.
     """
     short = name.removeprefix(PREFIX)
-    base, own_precision = names.split_precision(short)
+    base, own_precision = suffixes.split_precision(short)
     if precision is not None and own_precision not in ("fp16", precision):
         raise UsageError(
             f"the model name {name} says {own_precision}, the command line says {precision}"
         )
-    end = f"{names.DIGEST_SUFFIX}{digest}" if digest else ""
-    base, own_template = names.split_template(base.removesuffix(end))
+    end = f"{suffixes.DIGEST_SUFFIX}{digest}" if digest else ""
+    base, own_template = suffixes.split_template(base.removesuffix(end))
     if template is not None and own_template not in (None, template):
         raise UsageError(
             f"the model name {name} and --chat-template {str(template).lower()} contradict each "
             "other"
         )
     template = own_template if template is None else template
-    return PREFIX + names.with_suffixes(
-        names.with_suffixes(base, template, "fp16") + end, None, precision or own_precision
+    return PREFIX + suffixes.with_suffixes(
+        suffixes.with_suffixes(base, template, "fp16") + end, None, precision or own_precision
     )

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from helm.benchmark import model_deployment_registry as deployments
 from helm.benchmark.model_deployment_registry import get_model_deployment
 
-from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.config import OPTIONS, PROMPT_OPTIONS, parse_option
 from flexgen_helm.errors import UsageError
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.model_names import with_settings
+from flexgen_helm.quant.precisions import Precision
 
 _SLASH_NAME = re.compile(r"\bflexgen/([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
 _NAME = re.compile(r"\bflexgen/[A-Za-z0-9][\w.-]*")
@@ -40,9 +41,9 @@ class ModelSettings:
     chat_template: bool | None = None
     prompt_digest: str = ""
 
-    def names(self, text: str) -> list[str]:
-        """Write our models' names as HELM needs them: without a second slash, once per precision of
-        the flags.
+    def in_each_setting(self, text: str) -> list[str]:
+        """Return a text with our models' names as HELM needs them: without a second slash, once per
+        precision of the flags.
 
         A suffix would make another name of a deployment that has an entry in `prod_env`, so these
         stay unchanged.
@@ -50,12 +51,12 @@ class ModelSettings:
         text = without_slash(text)
 
         def in_precision(precision: str | None) -> str:
-            def name(match: re.Match[str]) -> str:
+            def with_suffixes(match: re.Match[str]) -> str:
                 if _has_entry(match[0]):
                     return match[0]
                 return with_settings(match[0], precision, self.chat_template, self.prompt_digest)
 
-            return _NAME.sub(name, text)
+            return _NAME.sub(with_suffixes, text)
 
         precisions: Sequence[str | None] = self.precisions or [None]
         return list(dict.fromkeys(map(in_precision, precisions)))
@@ -69,17 +70,18 @@ class ModelSettings:
         model = registration.model_of(name)
         if model is None:
             return
-        flag = ",".join(self.precisions)
-        # Other models refuse these options when they run.
-        precision = (model.config.precision or "fp16") if flag else ""
-        if not _has_entry(name):
-            if flag and precision != split_precision(name)[1]:
-                raise UsageError(
-                    f"--precision {flag} cannot change {name}, which the file that "
-                    f"FLEXGEN_HELM_MODELS names says is {precision}; take `precision` out of its "
-                    "entry there, or leave out --precision"
-                )
-            return
+        precision = model.config.precision or "fp16"
+        if _has_entry(name):
+            self._check_entry(name, precision)
+        elif self.precisions and precision != split_precision(name)[1]:
+            raise UsageError(
+                f"--precision {','.join(self.precisions)} cannot change {name}, which the file "
+                f"that FLEXGEN_HELM_MODELS names says is {precision}; take `precision` out of its "
+                "entry there, or leave out --precision"
+            )
+
+    def _check_entry(self, name: str, precision: str | Precision) -> None:
+        """Raise `UsageError` if a flag differs from the entry of a deployment in `prod_env`."""
         # The flags of the digest are among the model's options already; the entry alone says what
         # its name stands for.
         entry = get_model_deployment(name).client_spec.args or {}
@@ -94,6 +96,7 @@ class ModelSettings:
                     f"an entry in model_deployments.yaml; write `{option}` into the args of an "
                     "entry with a name of its own"
                 )
+        flag = ",".join(self.precisions)
         if flag and flag != precision:
             raise UsageError(
                 f"--precision {flag} cannot change {name}, which its entry in "

@@ -30,7 +30,7 @@ from helm.benchmark.tokenizer_config_registry import (
 )
 from helm.common.hierarchical_logger import hwarn
 
-from flexgen_helm.checkpoint.names import PREFIX
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.run_entries import CLIENT_CLASS
@@ -214,10 +214,11 @@ def complete_file_deployments() -> None:
     # A name may mean another model than when its entry was written. Our generators answer for the
     # names that are used, as if there were no files; to look all of them up here would fetch models
     # from the hub.
-    context.generated.cache_clear()
+    context.generate_once.cache_clear()
     listed = deployments.ALL_MODEL_DEPLOYMENTS
     by_name = deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
-    _drop(listed, by_name, lambda entry: entry.name not in context.completed and is_ours(entry))
+    completed = context.completed_deployments
+    _drop(listed, by_name, lambda entry: entry.name not in completed and is_ours(entry))
     _drop(
         tokenizer_registry.ALL_TOKENIZER_CONFIGS,
         tokenizer_registry.TOKENIZER_NAME_TO_CONFIG,
@@ -233,23 +234,23 @@ def complete_file_deployments() -> None:
             continue
         try:
             model = _model_of_entry(entry)
-            completed = _complete(
+            deployment = _complete(
                 entry, entry.max_sequence_length or context.models.facts(model).max_positions
             )
         except FlexgenError as error:
             hwarn(f"The deployment {entry.name} cannot be used: {error}")
             continue
-        context.completed.add(entry.name)
-        listed[index] = by_name[entry.name] = completed
+        completed.add(entry.name)
+        listed[index] = by_name[entry.name] = deployment
 
 
 @cache
 def register() -> None:
     """Register once per process: HELM refuses a second generator for one prefix."""
     deployments.model_deployment_generator("flexgen")(
-        lambda name: get_context().generated(make_deployment, name)
+        lambda name: get_context().generate_once(make_deployment, name)
     )
     tokenizer_config_generator("flexgen")(
-        lambda name: get_context().generated(make_tokenizer_config, name)
+        lambda name: get_context().generate_once(make_tokenizer_config, name)
     )
     complete_file_deployments()

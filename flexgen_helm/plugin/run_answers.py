@@ -16,8 +16,8 @@ from typing import Any
 
 from helm.common.request import Request
 
-from flexgen_helm.checkpoint.names import PREFIX
 from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count
@@ -29,10 +29,8 @@ from flexgen_helm.plugin.convert import (
     to_request,
     to_request_result,
 )
-from flexgen_helm.plugin.helm_patches import FIRST_FILE, LAST_FILE
 from flexgen_helm.plugin.run_scores import check_scores, state_name
-from flexgen_helm.plugin.usage import RUN_FILE
-from flexgen_helm.report.answers import STATE_FILE, read_states
+from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE, read_states
 from flexgen_helm.report.scores import RunScores, read_finished_runs
 from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.request import GenerationResult
@@ -54,7 +52,7 @@ def read_compared_prompts(run: RunScores) -> ComparedPrompts:
     """
     assert run.folder is not None
     context = get_context()
-    model = context.find_model(f"{PREFIX}{run.run['model']}")
+    model = context.find_model(f"{PREFIX}{run.record['model']}")
     encoder = context.models.encoder(model)
     # `index` has the scored instances alone: none with a perturbation.
     states = [
@@ -83,11 +81,11 @@ def _stored_results(
     run: RunScores, model: ModelArguments, states: Sequence[Mapping[str, Any]]
 ) -> dict[int, tuple[HelmRequest, GenerationResult]]:
     """Return the request and the result of each state that the response cache has, by index."""
-    models, path = get_context().models, response_cache_path(state_dir(), run.run["fingerprint"])
+    models, path = get_context().models, response_cache_path(state_dir(), run.record["fingerprint"])
     if not path.exists():
         return {}
-    found = {}
-    requests = [to_request(state["request"], _kind(run)) for state in states]
+    stored = {}
+    requests = [to_request(state["request"], _request_class(run)) for state in states]
     converted = [to_helm_request(request, model, models) for request in requests]
     with closing(ResponseCache(path)) as cache:
         results = cache.get_many([helm_request.key for helm_request in converted])
@@ -96,20 +94,20 @@ def _stored_results(
             shown = to_request_result(
                 requests[index], helm_request, result, True, models.encoder(model)
             )
-            in_file = [
+            recorded_outputs = [
                 (output["text"], output["logprob"])
                 for output in states[index]["result"]["completions"]
             ]
-            if in_file == [(output.text, output.logprob) for output in shown.completions]:
-                found[index] = helm_request, result
-    return found
+            if recorded_outputs == [(output.text, output.logprob) for output in shown.completions]:
+                stored[index] = helm_request, result
+    return stored
 
 
-def _kind(run: RunScores) -> type[Request]:
+def _request_class(run: RunScores) -> type[Request]:
     """Return the class of a run's requests: they go through the template, or the record says
     nothing of one.
     """
-    return PlainTextRequest if run.run.get("chat_template") is None else Request
+    return PlainTextRequest if run.record.get("chat_template") is None else Request
 
 
 def _scored_tokens(
@@ -136,40 +134,40 @@ def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
     Raises `FlexgenError` for a file that is damaged, and `UsageError` without a folder.
     """
     runs = read_finished_runs(suite)
-    left = {path.parent for path in suite.glob(f"*/{FIRST_FILE}")} - {run.folder for run in runs}
-    for folder in sorted(left):
+    skipped = {path.parent for path in suite.glob(f"*/{SPEC_FILE}")} - {run.folder for run in runs}
+    for folder in sorted(skipped):
         if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
             raise FlexgenError(
                 f"a file in {folder} is damaged; make the run again with flexgen-helm run"
             )
-    return [*map(_recorded, runs)], sorted(folder.name for folder in left)
+    return [*map(_recorded_run, runs)], sorted(folder.name for folder in skipped)
 
 
-def _recorded(run: RunScores) -> Recorded:
+def _recorded_run(run: RunScores) -> Recorded:
     assert run.folder is not None
     path, models = run.folder / STATE_FILE, get_context().models
 
-    def recorded(state: Mapping[str, Any]) -> RecordedAnswer:
+    def as_answer(state: Mapping[str, Any]) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
-            request = to_request(state["request"], _kind(run))
-            asked = to_helm_request(request, model, models)
-            result = service.respond(model, asked).result
-            found = to_request_result(request, asked, result, True, models.encoder(model))
-            return [_shown(asdict(output)) for output in found.completions]
+            request = to_request(state["request"], _request_class(run))
+            helm_request = to_helm_request(request, model, models)
+            result = service.respond(model, helm_request).result
+            answer = to_request_result(request, helm_request, result, True, models.encoder(model))
+            return [_comparable(asdict(output)) for output in answer.completions]
 
-        outputs = [_shown(output) for output in state["result"]["completions"]]
+        outputs = [_comparable(output) for output in state["result"]["completions"]]
         return RecordedAnswer(f"{run.name}, {state_name(state)}", outputs, recompute)
 
     def read() -> list[RecordedAnswer]:
         states = json.loads(path.read_bytes())["request_states"]
-        return [recorded(state) for state in states if state["result"]["success"]]
+        return [as_answer(state) for state in states if state["result"]["success"]]
 
-    return Recorded(path, "run", run.run, read, partial(check_scores, run))
+    return Recorded(path, "run", run.record, read, partial(check_scores, run))
 
 
-def _shown(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a completion; in place of the sum, which HELM's metrics read, what is not its tokens'
-    sum.
+def _comparable(output: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a completion with, in place of its log-probability, how far that is from the sum of
+    its tokens': so it is compared token by token.
     """
     return {
         **output,

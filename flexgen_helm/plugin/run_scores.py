@@ -33,10 +33,10 @@ from flexgen_helm.files import count
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from flexgen_helm.plugin.convert import to_request
-from flexgen_helm.plugin.helm_patches import FIRST_FILE, LAST_FILE, METRIC_CLASS
+from flexgen_helm.plugin.helm_patches import METRIC_CLASS
 from flexgen_helm.plugin.samples import joining_shares
-from flexgen_helm.plugin.usage import ANSWER, RUN_FILE, asked, digest
-from flexgen_helm.report.answers import STATE_FILE
+from flexgen_helm.plugin.usage import ANSWER, digest_of, request_lines
+from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
 from flexgen_helm.report.scores import RunScores, entry_of
 from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line
 from flexgen_helm.service.models import ModelArguments
@@ -72,8 +72,8 @@ def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
     model: of the run, as it is here.
     """
     assert run.folder is not None
-    found, content = ScoreCheck(), json.loads((run.folder / STATE_FILE).read_bytes())
-    before, context = get_context(), PluginContext(models=get_context().models)
+    check, content = ScoreCheck(), json.loads((run.folder / STATE_FILE).read_bytes())
+    previous, context = get_context(), PluginContext(models=get_context().models)
     # Whatever its name: digests in names are of settings that only the run's call knew.
     context.find_model = lambda *_: model  # type: ignore[method-assign]
     # the run has said what HELM says
@@ -81,15 +81,15 @@ def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
         _register()
         set_context(context)
         try:
-            spec = _run_spec(run, found)
-            if spec is not None and not found.differences:
+            spec = _run_spec(run, check)
+            if spec is not None and not check.differences:
                 runner = _runner(run.folder.parent)
-                _compare_requests(run, spec, runner, content["request_states"], found)
-                if not found.differences:
-                    _compare_statistics(run, spec, runner, found)
+                _compare_requests(run, spec, runner, content["request_states"], check)
+                if not check.differences:
+                    _compare_statistics(run, spec, runner, check)
         finally:
-            set_context(before)
-    return found
+            set_context(previous)
+    return check
 
 
 def state_name(state: State) -> str:
@@ -122,41 +122,41 @@ def _runner(suite: Path) -> Runner:
     return Runner(spec, output, suite.name, False, False, False, False, True)
 
 
-def _run_spec(run: RunScores, found: ScoreCheck) -> RunSpec | None:
+def _run_spec(run: RunScores, check: ScoreCheck) -> RunSpec | None:
     """Return what HELM makes of the run's entry; None if that is nothing."""
     assert run.folder is not None
-    recorded = json.loads((run.folder / FIRST_FILE).read_bytes())
-    theirs = recorded["adapter_spec"]
+    recorded = json.loads((run.folder / SPEC_FILE).read_bytes())
+    adapter = recorded["adapter_spec"]
     name = run.name.partition(",groups=")[0]
-    entry = run.run.get("entry")
-    described = entry or name.replace(theirs["model"].replace("/", "_"), theirs["model"])
-    numbers = theirs.get("max_eval_instances"), theirs["num_train_trials"]
+    entry = run.record.get("entry")
+    described = entry or name.replace(adapter["model"].replace("/", "_"), adapter["model"])
+    numbers = adapter.get("max_eval_instances"), adapter["num_train_trials"]
     try:
         specs = helm_run.run_entries_to_run_specs([RunEntry(described, 1, None)], *numbers)
     except Exception as error:  # of any run spec function
-        found.not_checked(f"questions and scores of {run.name}", error)
+        check.not_checked(f"questions and scores of {run.name}", error)
         return None
     made = next((spec for spec in specs if spec.name == name), None)
     if made is None:
-        found.differences.append(f"{run.name}: HELM makes no run of that name of its entry")
+        check.differences.append(f"{run.name}: HELM makes no run of that name of its entry")
         return None
-    here = json.loads(json.dumps(asdict_without_nones(made)))
-    here["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
-    file = f"{run.name}, {FIRST_FILE}"
-    if not entry and (asks := disagreements(file, theirs, here["adapter_spec"])):
+    again = json.loads(json.dumps(asdict_without_nones(made)))
+    again["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
+    file = f"{run.name}, {SPEC_FILE}"
+    if not entry and (differing := disagreements(file, adapter, again["adapter_spec"])):
         # The name of a run lacks some of what its entry says of prompts.
-        found.not_checked(f"whether HELM asks {run.name} so", asks[0])
-        here["adapter_spec"] = theirs
-        made = replace(made, adapter_spec=from_json(json.dumps(theirs), type(made.adapter_spec)))
-    old, new = ({key: spec.get(key) for key in _SPEC} for spec in (recorded, here))
-    found.differences += disagreements(file, old, new)
+        check.not_checked(f"whether HELM asks {run.name} so", differing[0])
+        again["adapter_spec"] = adapter
+        made = replace(made, adapter_spec=from_json(json.dumps(adapter), type(made.adapter_spec)))
+    old, new = ({key: spec.get(key) for key in _SPEC} for spec in (recorded, again))
+    check.differences += disagreements(file, old, new)
     if made.annotators:
-        found.not_checked(f"judgements of answers in {run.name}", "another model made them")
+        check.not_checked(f"judgements of answers in {run.name}", "another model made them")
     return made
 
 
 def _compare_requests(
-    run: RunScores, spec: RunSpec, runner: Runner, states: Sequence[State], found: ScoreCheck
+    run: RunScores, spec: RunSpec, runner: Runner, states: Sequence[State], check: ScoreCheck
 ) -> None:
     """Compare questions, references and prompts with those that HELM makes, or their digest with
     the record's.
@@ -170,24 +170,26 @@ def _compare_requests(
         result = state["result"]
         if not result["success"]:  # HELM counts it as an empty answer
             failed += 1
-            if not result.get("error") or [one["text"] for one in result["completions"]] != [""]:
-                found.differences.append(
+            if not result.get("error") or [output["text"] for output in result["completions"]] != [
+                ""
+            ]:
+                check.differences.append(
                     f"{run.name}, {state_name(state)} is marked as failed, and has an answer"
                 )
     if failed:
-        found.unchecked.append(
+        check.unchecked.append(
             f"{count(failed, 'answer')} of {run.name} that failed, and count as empty"
         )
     try:
         made = _made_again(run, spec, runner)
     except Exception as error:  # of any scenario whose data is not here
-        known = run.run.get("asked")
-        if known not in (None, digest(lines)):
-            found.differences.append(
+        known = run.record.get("asked")
+        if known not in (None, digest_of(lines)):
+            check.differences.append(
                 f"{run.name}: its questions or references are not those of {RUN_FILE}"
             )
         what = f"questions and references of {run.name}"
-        found.not_checked(f"{what}, but by the digest in {RUN_FILE}" if known else what, error)
+        check.not_checked(f"{what}, but by the digest in {RUN_FILE}" if known else what, error)
         return
     recorded = Counter(lines)
     absent = {
@@ -197,16 +199,16 @@ def _compare_requests(
         state = json.loads(line)
         name, number = state_name(state), recorded[line]
         if number > 1 or name not in absent:
-            found.differences.append(
+            check.differences.append(
                 f"{run.name}, {name} is there {number} times, {made.count(line)} as HELM makes it"
             )
         else:
-            found.differences += disagreements(f"{run.name}, {name}", state, absent.pop(name))
-    found.differences += [f"{run.name}, {name} is missing" for name in absent]
+            check.differences += disagreements(f"{run.name}, {name}", state, absent.pop(name))
+    check.differences += [f"{run.name}, {name} is missing" for name in absent]
 
 
 def _made_again(run: RunScores, spec: RunSpec, runner: Runner) -> list[str]:
-    """Return the requests that HELM makes, as `asked` has them; of a sample those that were
+    """Return the requests that HELM makes, as `request_lines` has them; of a sample those that were
     drawn.
     """
     made: list[RequestState] = []
@@ -218,16 +220,16 @@ def _made_again(run: RunScores, spec: RunSpec, runner: Runner) -> list[str]:
     runner.executor.execute = execute
     with suppress(_Requests):
         runner.run_one(spec)
-    if sample := run.run.get("sample"):
+    if sample := run.record.get("sample"):
         shares = joining_shares(
             entry_of(run.name), [(str(state.instance.id), state.instance.split) for state in made]
         )
         drawn = sorted(shares, key=lambda key: shares[key])[: sample["instances"]]
         made = [state for state in made if str(state.instance.id) in drawn]
-    return [*asked(made)]
+    return [*request_lines(made)]
 
 
-def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: ScoreCheck) -> None:
+def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, check: ScoreCheck) -> None:
     """Compare statistics with those that HELM's metrics make of the recorded answers."""
     assert run.folder is not None
     state, made, absent = _scenario_state(run.folder, spec), MetricResult([], []), []
@@ -240,13 +242,13 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: Sc
             if isinstance(error, _ABSENT) or type(error) is LookupError:  # of nltk
                 absent.append(f"{name}: {one_line(error)}")
             else:
-                found.differences.append(
+                check.differences.append(
                     f"{run.name}: {name} cannot be computed from the answers ({one_line(error)})"
                 )
         else:
             made.aggregated_stats.extend(result.aggregated_stats)
             made.per_instance_stats.extend(result.per_instance_stats)
-    if found.differences:
+    if check.differences:
         return
     whole = {"stats": [*map(asdict_without_nones, remove_stats_nans(made.aggregated_stats))]}
     parts = map(asdict_without_nones, remove_per_instance_stats_nans(made.per_instance_stats))
@@ -255,9 +257,9 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, found: Sc
         recorded = _by_name(content if file == LAST_FILE else [{"stats": content}])
         computed = _by_name(json.loads(json.dumps(rows)))
         if absent and (names := sorted({name.split()[0] for name in recorded.keys() - computed})):
-            found.not_checked(f"{', '.join(names)} of {run.name}, {file}", "; ".join(absent))
+            check.not_checked(f"{', '.join(names)} of {run.name}, {file}", "; ".join(absent))
             recorded = {name: value for name, value in recorded.items() if name in computed}
-        found.differences += disagreements(f"{run.name}, {file}", recorded, computed, _TOLERANCE)
+        check.differences += disagreements(f"{run.name}, {file}", recorded, computed, _TOLERANCE)
 
 
 def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
@@ -277,13 +279,13 @@ def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
 
 def _by_name(rows: Iterable[State]) -> dict[str, State]:
     """Return the numbers of statistics by what they are of."""
-    found: dict[str, State] = {}
+    by_name: dict[str, State] = {}
     for row in rows:
-        of = "".join(
+        subject = "".join(
             f", {key} {value}" for key, value in row.items() if key not in ("stats", "perturbation")
         )
         for stat in row["stats"]:
-            name = " ".join(str(value) for _, value in leaves(stat["name"])) + of
+            name = " ".join(str(value) for _, value in leaves(stat["name"])) + subject
             if not name.startswith(_MEASURED):
-                found[name] = {key: value for key, value in stat.items() if key != "name"}
-    return found
+                by_name[name] = {key: value for key, value in stat.items() if key != "name"}
+    return by_name

@@ -15,9 +15,8 @@ from helm.common.general import asdict_without_nones
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
-from flexgen_helm.plugin import helm_patches
 from flexgen_helm.progress import Message, report
-from flexgen_helm.report.answers import differing_settings
+from flexgen_helm.report.answers import LAST_FILE, SPEC_FILE, differing_settings
 from flexgen_helm.report.scores import entry_of
 
 _MOST_NAME_BYTES = 255  # of a file or folder, on every disk of Linux
@@ -63,8 +62,8 @@ def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
     """
     for run_spec in run_specs:
         folder = Path(runner.runs_path) / run_spec.name
-        if (folder / helm_patches.LAST_FILE).is_file():
-            made = read_object(folder / helm_patches.FIRST_FILE).get("adapter_spec", {})
+        if (folder / LAST_FILE).is_file():
+            made = read_object(folder / SPEC_FILE).get("adapter_spec", {})
             if differing := differing_settings(made, _adapter(run_spec), ", now "):
                 report(
                     Message(

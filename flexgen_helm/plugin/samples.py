@@ -108,8 +108,8 @@ def largest_block(
     caution = _CAUTION + requests**-0.5
     fits = [
         index
-        for index, asked in enumerate(work)
-        if asked <= max(_GROWTH * requests, work[0])
-        and caution * (seconds + slope * (asked - requests)) <= left_s
+        for index, more_requests in enumerate(work)
+        if more_requests <= max(_GROWTH * requests, work[0])
+        and caution * (seconds + slope * (more_requests - requests)) <= left_s
     ]
     return max(fits, default=None)

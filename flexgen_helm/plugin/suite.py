@@ -1,4 +1,5 @@
-"""`flexgen-helm run`: `helm-run` with every flag it has, and one block per model for all its runs.
+"""`flexgen-helm run`: all of `helm-run`'s flags, but the requests of all runs are computed
+together, model by model.
 
 HELM's runner works run by run, so its batches end where a run ends. Here it goes over the runs
 twice:
@@ -31,8 +32,8 @@ from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner, RunnerError
 
-from flexgen_helm.checkpoint.names import PREFIX
-from flexgen_helm.checkpoint.paths import explain
+from flexgen_helm.checkpoint.suffixes import PREFIX
+from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.files import replace_json
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
@@ -42,17 +43,16 @@ from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entr
 from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
 from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
-from flexgen_helm.plugin.samples import LOOKS, SEED, joining_shares, largest_sample, possible_shares
+from flexgen_helm.plugin.sampling import ComputedPart, SuiteSample, all_decided, baseline_of
 from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
-from flexgen_helm.report.comparison import compare_suite
+from flexgen_helm.report.block_records import add_blocks
 from flexgen_helm.report.scores import entry_of
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import add_blocks, versions
+from flexgen_helm.report.versions import versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
-from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Service, SubmittedBlock
 
 if TYPE_CHECKING:
@@ -170,21 +170,6 @@ def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
         logger.handlers[:] = handlers
 
 
-def _baseline(models: Sequence[ModelArguments]) -> str:
-    """Return what the others are compared with: fp16, the first precision, or the first model where
-    it is alone.
-    """
-    precisions = [str(model.config.precision) for model in models]
-    if len(set(models)) < 2:
-        raise UsageError(
-            "--until-decided compares precisions or models: give two, for example --precision "
-            "fp16,4bit"
-        )
-    if len(set(precisions)) == 1:
-        return models[0].name
-    return "fp16" if "fp16" in precisions else precisions[0]
-
-
 class Suite:
     """One call of `run_suite`: what was submitted, what was executed, what failed.
 
@@ -200,7 +185,7 @@ class Suite:
         self, settings: ModelSettings, until: float | None = None, margin: float | None = None
     ) -> None:
         self.settings = settings
-        self.until, self.margin = until, margin
+        self._sample = SuiteSample(until, margin)
         self.is_collecting = False
         self.entries: dict[str, str] = {}  # run -> what HELM made it of
         self.executed: list[HelmRun] = []
@@ -211,10 +196,7 @@ class Suite:
         self._tried: list[str] = []  # runs of the second pass
         self._generated_at = 0.0  # when all results were there
         self._blocks: dict[str, list[SubmittedBlock]] = {}
-        self._joining: dict[str, dict[str, float]] = {}  # run -> `joining_shares`
-        self._share = 1.0  # of the sample that is scored
         self._baseline = ""  # of the comparison that ends the suite
-        self._look: float | None = None  # by how much it grew since the last look
         # fingerprint -> what its blocks took together
         self._computed: dict[str, dict[str, Any]] = {}
         self._block_errors: dict[str, FlexgenError] = {}
@@ -259,24 +241,26 @@ class Suite:
         entries = [
             replace(entry, description=description)
             for entry in run_entries
-            for description in self.settings.names(entry.description)
+            for description in self.settings.in_each_setting(entry.description)
         ]
-        wanted = [name for model in models_to_run or [] for name in self.settings.names(model)]
+        wanted = [
+            name for model in models_to_run or [] for name in self.settings.in_each_setting(model)
+        ]
         run_specs = []
         for entry in entries:  # one at a time, so that an error has its name
             try:
-                made = make(run_entries=[entry], models_to_run=wanted or None, **filters)
+                of_entry = make(run_entries=[entry], models_to_run=wanted or None, **filters)
             except FlexgenError:
                 raise
             except Exception as error:
                 raise UsageError(explain_entry(error, entry.description)) from error
-            run_specs += made
-            self.entries |= {run_spec.name: entry.description for run_spec in made}
+            run_specs += of_entry
+            self.entries |= {run_spec.name: entry.description for run_spec in of_entry}
         for run_spec in run_specs:
             self.settings.check(run_spec.adapter_spec.model_deployment)
         return of_different_names(run_specs)
 
-    def collect(
+    def compute_all(
         self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None]
     ) -> None:
         """Submit the requests of all runs (the first pass), and wait until they have results.
@@ -308,30 +292,36 @@ class Suite:
             for spec in run_specs
             if (model := helm_patches.model_of_adapter(spec.adapter_spec)) is not None
         ]
-        self._baseline = _baseline(models) if self.margin is not None else ""
+        self._baseline = baseline_of(models) if self._sample.margin is not None else ""
         started = time.monotonic()
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        if self.until is None or not submissions:
-            load_s = self._compute(submissions)
+        if self._sample.until is None or not submissions:
+            load_s = self._compute(submissions).load_s
         else:  # the second pass takes about as long as the first one
-            load_s = self._compute_sample(
-                submissions, self.until - (collected - started), second_pass
+            until = self._sample.until - (collected - started)
+            load_s = self._sample.compute(
+                submissions, until, self._compute, lambda: self._is_decided(second_pass)
             )
         self._generated_at = time.monotonic()
         generate_s = self._generated_at - collected - load_s
         self._stages = {"collect": collected - started, "load": load_s, "generate": generate_s}
 
-    def _compute(self, submissions: Mapping[str, Submission], until: float = math.inf) -> float:
-        """Wait for results of all runs; return the seconds that the first model took to load.
+    def _compute(
+        self, submissions: Mapping[str, Submission], until: float = math.inf
+    ) -> ComputedPart:
+        """Wait for results of all runs that have not failed.
 
         Further models are loaded between their blocks.
-        until: raises `TimeoutError` at that time (`time.time()`), and gives the block up.
+        until: raises `TimeoutError` at that time (`time.time()`), and gives the blocks up;
+            `largest_sample` catches it.
         """
         service, began = get_context().service, time.monotonic()
         with service.hold():
             blocks = {
-                name: service.submit(*submission[:3]) for name, submission in submissions.items()
+                name: submission.submit(service)
+                for name, submission in submissions.items()
+                if name not in self._block_errors
             }
         for name, block in blocks.items():
             self._blocks.setdefault(name, []).append(block)
@@ -348,111 +338,22 @@ class Suite:
         loaded = [
             block.model for block in blocks.values() if service.loaded(block.model) is not None
         ]
-        return min((service.loading_s(model, began) for model in loaded), default=0.0)
+        load_s = min((service.loading_s(model, began) for model in loaded), default=0.0)
+        return ComputedPart(load_s, list(blocks.values()))
 
-    def _compute_sample(
-        self, submissions: Mapping[str, Submission], until: float, second_pass: Callable[[], None]
-    ) -> float:
-        """Do as `_compute` for a random sample of the instances of each run, as large as `until`
-        allows.
-
-        Raises `UsageError` if no block is.
-        """
-        for name, asked in submissions.items():
-            self._joining[name] = joining_shares(entry_of(name), asked.instances)
-        load_s, self._share, is_decided = 0.0, 0.0, False
-
-        def compute(joined: float, share: float) -> float | None:
-            nonlocal load_s, is_decided
-            part, began = self._part(submissions, joined, share), time.monotonic()
-            # To give up a later block would leave out those with long answers.
-            load = self._compute(part, math.inf if joined else until)
-            load_s = load_s or load
-            responses = [
-                done for name in part for done in self._blocks[name][-1].responses().values()
-            ]
-            is_measured = 2 * sum(response.is_cached for response in responses) < len(responses)
-            seconds = time.monotonic() - began - load
-            self._share = share
-            if self.margin is not None:
-                self._look = share - joined
-                is_decided = share < 1 and self._is_decided(second_pass, self.margin)
-            return seconds if is_measured else None
-
-        requests = [
-            self._joining[name][key]
-            for name, asked in submissions.items()
-            for key, _ in asked.instances
-        ]
-        shares = (
-            possible_shares(max(map(len, self._joining.values()), default=1))
-            if self.margin is None
-            else LOOKS
-        )
-        largest_sample(
-            requests,
-            shares,
-            lambda: 0.0 if is_decided else until - time.time(),
-            compute,
-            self.margin is not None,
-        )
-        if not self._share:
-            raise UsageError(
-                "the time was too short for one instance of each run entry; finished answers are "
-                "stored, and the same command with a later time goes on"
-            )
-        return load_s
-
-    def _is_decided(self, second_pass: Callable[[], None], margin: float) -> bool:
+    def _is_decided(self, second_pass: Callable[[], None]) -> bool:
         """Score the sample, and return whether all its pairs are decided."""
-        decisions = set()
         with suppress(RunnerError):  # the last pass reports it, and a pair may lack it
             second_pass()
-        with suppress(UsageError):
-            models = compare_suite(self._folders[0].parent, self._baseline, margin)
-            pairs = [
-                one
-                for model in models
-                for precision in model.verdicts
-                for one in model.judged(precision)
-            ]
-            decisions = {
-                pair.equivalence.decision for pair in pairs if pair.equivalence is not None
-            }
-        for done in (self._tried, self.executed, self.finished, self.failures):
-            done.clear()
-        return bool(decisions) and decisions <= {"equivalent", "worse", "better"}
-
-    def _part(
-        self, submissions: Mapping[str, Submission], joined: float, share: float
-    ) -> dict[str, Submission]:
-        """Return the requests that take a sample from one share to another, of runs that have not
-        failed.
-        """
-        return {
-            name: asked._replace(
-                requests=[
-                    request
-                    for request, (key, _) in zip(asked.requests, asked.instances)
-                    if joined <= self._joining[name][key] < share
-                ]
-            )
-            for name, asked in submissions.items()
-            if name not in self._block_errors
-        }
+        folder, margin = self._folders[0].parent, self._sample.margin
+        decided = margin is not None and all_decided(folder, self._baseline, margin)
+        for scored in (self._tried, self.executed, self.finished, self.failures):
+            scored.clear()
+        return decided
 
     def sampled(self, run: HelmRun, scenario_state: ScenarioState) -> ScenarioState:
         """Return the part of a run of the second pass that is scored, and record it."""
-        joining = self._joining.get(run.name, {})
-        run.look = self._look
-        chosen = {key for key, share in joining.items() if share < self._share}
-        if len(chosen) == len(joining):
-            return scenario_state
-        run.sample = {"seed": SEED, "instances": len(chosen), "of": len(joining)}
-        states = [
-            state for state in scenario_state.request_states if str(state.instance.id) in chosen
-        ]
-        return replace(scenario_state, request_states=states)
+        return self._sample.of_run(run, scenario_state)
 
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
         """Return the requests of each run that gets as far as `Executor.execute`."""
@@ -484,7 +385,7 @@ class Suite:
         return submissions
 
     @contextmanager
-    def watched(self, runner: Runner, run_spec: RunSpec) -> Iterator[None]:
+    def recorded_run(self, runner: Runner, run_spec: RunSpec) -> Iterator[None]:
         """Record how a run of the second pass ends, and release its results."""
         if self.is_collecting:
             yield
@@ -511,11 +412,11 @@ class Suite:
             )
             raise
         finally:
-            if self.margin is None:  # else later passes need them
+            if self._sample.margin is None:  # else later passes need them
                 for block in self._blocks.pop(run_spec.name, ()):
                     block.close()
 
-    def add(self, run: HelmRun) -> None:
+    def add_executed(self, run: HelmRun) -> None:
         if run.block:
             run.block = self._computed.get(run.fingerprint or "", {})
         self.executed.append(run)

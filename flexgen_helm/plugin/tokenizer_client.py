@@ -61,10 +61,10 @@ class FlexgenTokenizer(Tokenizer):
 
 
 class FlexgenWindowService(LocalWindowService):
-    """HELM's window arithmetic with room for what the client adds to a prompt: BOS, and the chat
-    template's tokens.
+    """HELM's window service, which also counts what the client adds to a prompt: BOS, and the
+    chat template's tokens.
 
-    Language modelling does not use it: its windows are full, and it adds the prefix token itself.
+    Language modelling does without: it fills its windows, and adds the prefix token itself.
     """
 
     @cached_property
@@ -74,10 +74,10 @@ class FlexgenWindowService(LocalWindowService):
     def _num_added_tokens(self, text: str, generates: bool) -> int:
         models = get_context().models
         encoder, chat = models.encoder(self._model), models.chat(self._model) if generates else None
-        plain = ids = encoder.encode(text)
+        plain_ids = sent_ids = encoder.encode(text)
         if chat is not None and chat.applied:
-            ids = encoder.encode(chat.render_prompt(text))
-        return len(encoder.context_tokens(ids)) + len(ids) - len(plain)
+            sent_ids = encoder.encode(chat.render_prompt(text))
+        return len(encoder.context_tokens(sent_ids)) + len(sent_ids) - len(plain_ids)
 
     def fits_within_context_window(
         self, text: str, expected_completion_token_length: int = 0

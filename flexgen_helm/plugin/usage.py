@@ -24,14 +24,16 @@ from helm.common.general import asdict_without_nones
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_json
 from flexgen_helm.plugin.convert import HelmRequest
+from flexgen_helm.report.answers import RUN_FILE
+from flexgen_helm.report.block_records import BLOCK_KEYS, suite_totals
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.throughput import BLOCK_KEYS, suite_totals, throughput, versions
+from flexgen_helm.report.throughput import throughput
+from flexgen_helm.report.versions import versions
 from flexgen_helm.request import Cost
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response, Service, SubmittedBlock
 from flexgen_helm.tokenizer.thinking import is_unfinished
 
-RUN_FILE = "flexgen_run.json"
 # What of a request state is not known before it is answered.
 ANSWER = ("result", "annotations")
 
@@ -48,9 +50,9 @@ class HelmRun:
     num_clipped: requests whose `max_tokens` the window did not leave.
     unfinished_thinking: requests with an answer that ended while the model was still thinking.
     sample: `instances` that were drawn with `seed`, of how many; None for all.
-    look: share of the level that a test of it may spend, with --until-decided.
+    level_share: of the level that a test of it may spend, with --until-decided.
     entry: what HELM made the run of; None if that is not known.
-    asked: digest of the requests, with questions and references.
+    requests_digest: of the requests, with questions and references.
     """
 
     name: str
@@ -69,9 +71,9 @@ class HelmRun:
     num_clipped: int = 0
     unfinished_thinking: int = 0
     sample: dict[str, int] | None = None
-    look: float | None = None
+    level_share: float | None = None
     entry: str | None = None
-    asked: str | None = None
+    requests_digest: str | None = None
 
     def record_block(
         self, service: Service, block: SubmittedBlock, requests: Sequence[HelmRequest]
@@ -130,9 +132,9 @@ class HelmRun:
             "num_clipped": self.num_clipped,
             "unfinished_thinking": self.unfinished_thinking,
             "sample": self.sample,
-            "look": self.look,
+            "look": self.level_share,
             "entry": self.entry,
-            "asked": self.asked,
+            "asked": self.requests_digest,
             **self.usage(),
             "num_reused": sum(response.is_cached for response in self.responses.values()),
             "wall_s": self.wall_s(),
@@ -153,7 +155,7 @@ class HelmRun:
         )
 
 
-def asked(states: Iterable[RequestState]) -> Iterator[str]:
+def request_lines(states: Iterable[RequestState]) -> Iterator[str]:
     """Yield each request with its instance and references as JSON, as HELM's file has it before it
     is answered.
     """
@@ -162,8 +164,8 @@ def asked(states: Iterable[RequestState]) -> Iterator[str]:
         yield json.dumps(without, sort_keys=True)
 
 
-def digest(lines: Iterable[str]) -> str:
-    """Return a digest of requests, as `asked` yields them."""
+def digest_of(lines: Iterable[str]) -> str:
+    """Return a digest of requests, as `request_lines` yields them."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -174,7 +176,7 @@ def local_files(model: ModelArguments) -> dict[str, Any]:
 
     Empty if no file of the model is on this machine.
     """
-    from flexgen_helm.checkpoint.fetch import bytes_by_type, local_weights, origin_of
+    from flexgen_helm.checkpoint.local_files import bytes_by_type, local_weights, origin_of
     from flexgen_helm.checkpoint.names import resolve
 
     with suppress(FlexgenError, OSError, ValueError):

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.kernels.amx import has_amx
-from flexgen_helm.kernels.layer_rows import add_bias
 from flexgen_helm.kernels.team import empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
+from flexgen_helm.kernels.vector_products import DecodeRows, multiply_rows
 from flexgen_helm.quant.blocks import decode
 from flexgen_helm.quant.formats import BlockFormat
 
 # Values that plain torch decodes at once: it takes about 20 bytes for each.
 _TORCH_ELEMENTS = 1 << 20
-# Weights, times rows of x in fours, that occupy a thread for longer than it takes to wake.
+# Values that occupy a thread for longer than it takes to wake.
 _THREAD_ELEMENTS = 1 << 17
 # Rows of x from which on the matrix unit is faster, with decoded tiles.
 _AMX_ROWS = 28
@@ -47,21 +47,8 @@ def block_matmul(
         return None
     if not _takes(packed, fmt, width) or (module := loops(fmt)()) is None:
         return None
-    y = empty((count, packed.shape[0]))
-    arguments = [
-        x.data_ptr(),
-        4 * x.stride(0),
-        packed.data_ptr(),
-        packed.stride(0),
-        y.data_ptr(),
-        4 * y.stride(0),
-    ]
-    arguments += [*y.shape, width // fmt.block_values]
-    multiply, _ = module.loops(fmt)
-    run_on_threads(
-        multiply.address, arguments, width * packed.shape[0] * -(-count // 4) // _THREAD_ELEMENTS
-    )
-    return y if bias is None else add_bias(y, bias)
+    y = multiply_rows(module.loops(fmt)[0], x, packed, width // fmt.block_values)
+    return y if bias is None else y.add_(bias)
 
 
 def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
@@ -69,11 +56,15 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
     rows, width = out.shape
     on_host = out.dtype == torch.float32 and out.device.type == "cpu" and out.stride(1) == 1
     if on_host and _takes(packed, fmt, width) and (module := loops(fmt)()) is not None:
-        arguments = [packed.data_ptr(), packed.stride(0), out.data_ptr(), 4 * out.stride(0), rows]
-        _, loop = module.loops(fmt)
-        run_on_threads(
-            loop.address, [*arguments, width // fmt.block_values], out.numel() // _THREAD_ELEMENTS
+        given = DecodeRows(
+            w=packed.data_ptr(),
+            w_row=packed.stride(0),
+            target=out.data_ptr(),
+            target_row=4 * out.stride(0),
+            rows=rows,
+            steps=width // fmt.block_values,
         )
+        run_on_threads(module.loops(fmt)[1], given, out.numel() // _THREAD_ELEMENTS)
         return out
     step = max(1, _TORCH_ELEMENTS // width)
     for first in range(0, rows, step):

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import word_table
 from flexgen_helm.quant.block_products import decode_into
 from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, StoredFormat
-from flexgen_helm.quant.packing import dequantize, quantize
+from flexgen_helm.quant.packing import dequantize, packed_fields, quantize
 
 # Tokens up to which a product on the CPU reads codes; for more, dequantizing once and a library's
 # product are faster.
@@ -43,7 +42,8 @@ def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
         return decode_into(packed, fmt, out)
     if out.is_contiguous() and _on_cpu(packed, out) and (module := loops()) is not None:
         loop = module.dequantize_rows if fmt.axis == "in" else module.dequantize_columns
-        _run(loop, packed, fmt, [out.data_ptr(), *out.shape])
+        given = packed_fields(packed, fmt, _table(fmt.scales, fmt.bits), out)
+        run_on_threads(loop, given, len(packed))
         return out
     return dequantize_with_torch(packed, fmt, out)
 
@@ -71,28 +71,10 @@ def quantized_matmul(
     if not _on_cpu(packed, x) or (module := loops()) is None:
         return None
     y = empty((x.shape[0], rows))
-    _run(
-        module.matmul_columns,
-        packed,
-        fmt,
-        [x.data_ptr(), rows, x.shape[1], y.data_ptr(), x.shape[0]],
-    )
+    given = packed_fields(packed, fmt, _table(fmt.scales, fmt.bits), x)
+    given = given._replace(rows=rows, y=y.data_ptr(), count=len(x))
+    run_on_threads(module.matmul_columns, given, len(packed))
     return y if bias is None else y.add_(bias)
-
-
-def _run(loop: Any, packed: Tensor, fmt: GroupFormat, operands: list[int]) -> None:
-    stripes = packed.shape[0]
-    table, words = _table(fmt.scales, fmt.bits), fmt.scales == "word"
-    arguments = [
-        packed.data_ptr(),
-        packed.stride(0),
-        stripes,
-        fmt.group_size,
-        fmt.bits,
-        words,
-        table.data_ptr(),
-    ]
-    run_on_threads(loop.address, [*arguments, *operands], stripes)
 
 
 def _is_for_triton(packed: Tensor, fmt: StoredFormat, out: Tensor) -> bool:

@@ -1,16 +1,15 @@
 """Loops that read packed bytes on CPUs, compiled by numba: 4 or 8 bits, any axis and scales
 (layout: `quant.packing`).
 
-Arguments of all: packed [stripes, …], bytes from a stripe to the next, stripes, group size, bits of
-a code, whether scales are words, table, matrix, its rows and width. The table has the float32 of
-every FP16 for pairs; for words their scales [512] and zero points [128] (`quant.arithmetic`). The
-matrix is dequantized to, or x.
+The table of `Packed` has the float32 of every FP16 for pairs; for words their scales [512] and zero
+points [128] (`quant.arithmetic`).
 
 A group's second half has its codes in the upper bits of the same bytes, or in `apart` further ones.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -24,16 +23,14 @@ from flexgen_helm.kernels.emit import (
     LANES,
     VECTOR,
     Loop,
-    done,
     floats,
     ir_statement,
     load,
     njit,
-    operands,
-    part_of_thread,
     pointer,
 )
-from flexgen_helm.kernels.product_loop import OUTPUTS, ROWS, Stored, write_product
+from flexgen_helm.kernels.product_loop import OUTPUTS, ROWS, Part, Stored, write_product
+from flexgen_helm.quant.packing import Packed
 
 
 @njit
@@ -42,12 +39,12 @@ def packed_bytes(address: Any, count: Any) -> Any:
 
 
 @njit
-def _scale_and_offset(data: Any, first: Any, apart: Any, words: Any, table: Any) -> Any:
+def _scale_and_offset(given: Any, table: Any, data: Any, first: Any, apart: Any) -> Any:
     """Scale and offset of one group: the word at byte `first`, or the pair there and `apart` bytes
     on.
     """
     number = np.int32(data[first]) | np.int32(data[first + 1]) << np.int32(8)
-    if words:
+    if given.words:
         scale = table[number >> 7]
         return scale, -(table[512 + (number & 127)] * scale)
     second = np.int32(data[first + apart]) | np.int32(data[first + apart + 1]) << np.int32(8)
@@ -55,13 +52,15 @@ def _scale_and_offset(data: Any, first: Any, apart: Any, words: Any, table: Any)
 
 
 @njit
-def _column_scales(data: Any, first: Any, words: Any, table: Any, scale: Any, offset: Any) -> None:
-    """Fill scale and offset [width] of a stripe's columns, which are at byte `first`."""
-    width = len(scale)
+def _columns(given: Any, stripe: Any, scale: Any, offset: Any) -> Any:
+    """Fill scale and offset [width] of a stripe's columns; return its bytes."""
+    width, code_bytes = given.width, given.group * given.bits // 8
+    table, at = floats(given.table, 1 << 16), given.packed + stripe * given.stripe_bytes
+    data = packed_bytes(at, (code_bytes + (2 if given.words else 4)) * width)
     for column in range(width):
-        scale[column], offset[column] = _scale_and_offset(
-            data, first + 2 * column, 2 * width, words, table
-        )
+        first = code_bytes * width + 2 * column
+        scale[column], offset[column] = _scale_and_offset(given, table, data, first, 2 * width)
+    return data
 
 
 @njit
@@ -78,22 +77,20 @@ def _upper_mask(bits: Any) -> Any:
     return np.uint8(255 << (8 - bits)), np.float32(1) / np.float32(1 << (8 - bits))
 
 
-@Loop
-def dequantize_rows(address: Any) -> None:
+@partial(Loop, Packed)
+def dequantize_rows(given: Any, part: Any, parts: Any) -> None:
     """Axis 'in': packed -> matrix [stripes, width]."""
-    part, parts = part_of_thread(address)
-    packed, stripe_bytes, stripes, group, bits, words, numbers, matrix, rows, width = operands(
-        address, 10
-    )
-    table, half, code_bytes = floats(numbers, 1 << 16), group // 2, group * bits // 8
-    apart, groups, scale_bytes = code_bytes - half, (width + group - 1) // group, 2 if words else 4
-    stripes = min(stripes, rows)
+    group, bits, width = given.group, given.bits, given.width
+    table, half, code_bytes = floats(given.table, 1 << 16), group // 2, group * bits // 8
+    apart, groups = code_bytes - half, (width + group - 1) // group
+    scale_bytes, stripes = 2 if given.words else 4, min(given.stripes, given.rows)
     for row in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data = packed_bytes(packed + row * stripe_bytes, groups * (code_bytes + scale_bytes))
-        line = floats(matrix + row * width * 4, width)
+        at = given.packed + row * given.stripe_bytes
+        data = packed_bytes(at, groups * (code_bytes + scale_bytes))
+        line = floats(given.matrix + row * width * 4, width)
         for number in range(groups):
             scale, offset = _scale_and_offset(
-                data, groups * code_bytes + number * scale_bytes, 2, words, table
+                given, table, data, groups * code_bytes + number * scale_bytes, 2
             )
             for upper in range(2):
                 first, at = number * group + upper * half, number * code_bytes + upper * apart
@@ -101,38 +98,28 @@ def dequantize_rows(address: Any) -> None:
                 target, source = line[first : min(first + half, width)], data[at : at + half]
                 for j in range(len(target)):
                     target[j] = np.float32(np.uint8(source[j] & mask)) * (scale * factor) + offset
-    done(address, part)
 
 
-@Loop
-def dequantize_columns(address: Any) -> None:
+@partial(Loop, Packed)
+def dequantize_columns(given: Any, part: Any, parts: Any) -> None:
     """Axis 'out': packed -> matrix [rows, width], at most `stripes group` rows."""
-    part, parts = part_of_thread(address)
-    packed, stripe_bytes, stripes, group, bits, words, numbers, matrix, rows, width = operands(
-        address, 10
-    )
-    table, half = floats(numbers, 1 << 16), group // 2
+    stripes, group, bits, width = given.stripes, given.group, given.bits, given.width
+    half = group // 2
     apart = group * bits // 8 - half
     scale, offset = np.empty(width, np.float32), np.empty(width, np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
-        data = packed_bytes(
-            packed + stripe * stripe_bytes, (group * bits // 8 + (2 if words else 4)) * width
-        )
-        _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
+        data = _columns(given, stripe, scale, offset)
         for upper in range(2):
             first, at = stripe * group + upper * half, upper * apart * width
             mask, factor = _upper_mask(bits) if upper else _lower_mask(bits)
             scale *= factor
-            for j in range(min(half, rows - first)):
-                line, source = (
-                    floats(matrix + (first + j) * width * 4, width),
-                    data[at + j * width :],
-                )
+            for j in range(min(half, given.rows - first)):
+                line = floats(given.matrix + (first + j) * width * 4, width)
+                source = data[at + j * width :]
                 for column in range(width):
                     line[column] = (
                         np.float32(np.uint8(source[column] & mask)) * scale[column] + offset[column]
                     )
-    done(address, part)
 
 
 # ---- products of few rows: codes are numbers, whose scales multiply x once for all rows of a
@@ -161,49 +148,55 @@ def _codes(bits: int, shift: int) -> Any:
 _multiply_low, _multiply_high, _multiply_bytes = _codes(4, 0), _codes(4, 4), _codes(8, 0)
 
 
+# x [count, width] and rows of codes that it is multiplied with; kind: 0 and 1 for halves of bytes,
+# 2 for whole ones.
+_Codes = namedtuple("_Codes", "kind x count data rows width y y_row")
+
+
 @njit
-def _multiply_part(
-    kind: Any, x: Any, count: Any, data: Any, number: Any, width: Any, y: Any, y_row: Any
-) -> None:
-    """y [count, number] = x [count, width] times rows of codes; kind: 0 and 1 for halves of bytes,
-    2 for whole ones.
-    """
-    steps = width // LANES
-    for output in range(0, number, OUTPUTS):
-        last = min(output + OUTPUTS, number) - 1
-        for row in range(0, count, ROWS):
-            rows, to = 1 if row == count - 1 else ROWS, y + row * y_row + 4 * output
-            from_x = x + row * width * 4, width * 4, count - 1 - row
-            given = (
-                rows,
-                1,
-                1,
-                *from_x,
-                data + output * width,
-                width,
-                last - output,
-                steps,
-                0,
-                to,
-                y_row,
+def _multiply_codes(codes: Any) -> None:
+    """y [count, rows] = x times the codes."""
+    steps, width = codes.width // LANES, codes.width
+    for output in range(0, codes.rows if steps > 0 else 0, OUTPUTS):
+        for row in range(0, codes.count, ROWS):
+            part = Part(
+                rows=1 if row == codes.count - 1 else ROWS,
+                is_first=1,
+                is_last=1,
+                x=codes.x + row * width * 4,
+                x_row=width * 4,
+                last=codes.count - 1 - row,
+                w=codes.data + output * width,
+                w_row=width,
+                last_output=min(output + OUTPUTS, codes.rows) - 1 - output,
+                steps=steps,
+                at=0,
+                y=codes.y + row * codes.y_row + 4 * output,
+                y_row=codes.y_row,
             )
-            if steps > 0:
-                if kind == 0:
-                    _multiply_low(given)
-                elif kind == 1:
-                    _multiply_high(given)
-                else:
-                    _multiply_bytes(given)
-    mask, shift = np.uint8(15 if kind < 2 else 255), np.uint8(4 if kind == 1 else 0)
-    for row in range(count if steps * LANES < width else 0):
-        values, target = floats(x + row * width * 4, width), floats(y + row * y_row, number)
-        for output in range(number):
-            total, codes = (
-                target[output] if steps > 0 else np.float32(0),
-                packed_bytes(data + output * width, width),
-            )
-            for column in range(steps * LANES, width):
-                total += values[column] * np.float32((codes[column] >> shift) & mask)
+            if codes.kind == 0:
+                _multiply_low(part)
+            elif codes.kind == 1:
+                _multiply_high(part)
+            else:
+                _multiply_bytes(part)
+    if steps * LANES < width:
+        _multiply_rest(codes)
+
+
+@njit
+def _multiply_rest(codes: Any) -> None:
+    """Add products over the columns that fill no vector."""
+    width, first = codes.width, codes.width // LANES * LANES
+    mask, shift = np.uint8(15 if codes.kind < 2 else 255), np.uint8(4 if codes.kind == 1 else 0)
+    for row in range(codes.count):
+        values = floats(codes.x + row * width * 4, width)
+        target = floats(codes.y + row * codes.y_row, codes.rows)
+        for output in range(codes.rows):
+            total = target[output] if first > 0 else np.float32(0)
+            data = packed_bytes(codes.data + output * width, width)
+            for column in range(first, width):
+                total += values[column] * np.float32((data[column] >> shift) & mask)
             target[output] = total
 
 
@@ -217,54 +210,30 @@ def _scale_row(x: Any, scale: Any, offset: Any, scaled: Any) -> Any:
     return total
 
 
-@Loop
-def matmul_columns(address: Any) -> None:
-    """Axis 'out': y [T, rows] = x [T, width] times the packed matrix transposed, one stripe after
-    the other.
+@partial(Loop, Packed)
+def matmul_columns(given: Any, part: Any, parts: Any) -> None:
+    """Axis 'out': y [T, rows] = x [T, width], the matrix, times the packed matrix transposed, one
+    stripe after the other.
 
     y[t, r] = sum over c of (code[r, c] scale[c] + offset[c]) x[t, c] = code[r] (scale x[t]) +
     offset x[t]
-
-    More arguments: y, T.
     """
-    part, parts = part_of_thread(address)
-    (
-        packed,
-        stripe_bytes,
-        stripes,
-        group,
-        bits,
-        words,
-        numbers,
-        given,
-        rows,
-        width,
-        result,
-        count,
-    ) = operands(address, 12)
-    table, half = floats(numbers, 1 << 16), group // 2
-    scale, offset, constants = (
-        np.empty(width, np.float32),
-        np.empty(width, np.float32),
-        np.empty(count, np.float32),
-    )
-    scaled = np.empty((count, width), np.float32)
+    count, group, width, y_row = given.count, given.group, given.width, given.rows * 4
+    half, stripes = group // 2, given.stripes
+    scale, offset = np.empty(width, np.float32), np.empty(width, np.float32)
+    constants, scaled = np.empty(count, np.float32), np.empty((count, width), np.float32)
     for stripe in range(stripes * part // parts, stripes * (part + 1) // parts):
-        at, first = packed + stripe * stripe_bytes, stripe * group
-        data = packed_bytes(at, (group * bits // 8 + (2 if words else 4)) * width)
-        _column_scales(data, group * bits // 8 * width, words, table, scale, offset)
+        at, first = given.packed + stripe * given.stripe_bytes, stripe * group
+        rows = min(group, given.rows - first)
+        _columns(given, stripe, scale, offset)
         for t in range(count):
-            constants[t] = _scale_row(
-                floats(given + t * width * 4, width), scale, offset, scaled[t]
-            )
-        x, y = np.int64(scaled.ctypes.data), result + first * 4
-        if bits == 8:
-            _multiply_part(2, x, count, at, min(group, rows - first), width, y, rows * 4)
+            row = floats(given.matrix + t * width * 4, width)
+            constants[t] = _scale_row(row, scale, offset, scaled[t])
+        x, y = np.int64(scaled.ctypes.data), given.y + first * 4
+        if given.bits == 8:
+            _multiply_codes(_Codes(2, x, count, at, rows, width, y, y_row))
         else:
-            _multiply_part(0, x, count, at, min(half, rows - first), width, y, rows * 4)
-            _multiply_part(
-                1, x, count, at, min(half, rows - first - half), width, y + half * 4, rows * 4
-            )
+            _multiply_codes(_Codes(0, x, count, at, min(half, rows), width, y, y_row))
+            _multiply_codes(_Codes(1, x, count, at, rows - half, width, y + half * 4, y_row))
         for t in range(count):
-            floats(y + t * rows * 4, min(group, rows - first))[:] += constants[t]
-    done(address, part)
+            floats(y + t * y_row, rows)[:] += constants[t]

@@ -10,6 +10,7 @@ unpack to runs.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -21,6 +22,16 @@ from flexgen_helm.kernels.team import run_on_threads
 from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import TRIED_SCALES, check, from_codes, to_codes, word_table
 from flexgen_helm.quant.formats import Fit, GroupFormat
+
+# What loops over packed bytes are given: packed [stripes, …], bytes from a stripe to the next, the
+# group's size, bits of a code, whether scales are words, what scales are looked up in, and a matrix
+# [rows, width] in float32, from which or to which the bytes are made. A product is of this matrix
+# [count, width], with y [count, rows]; tried: how many scales, for the least error.
+Packed = namedtuple(
+    "Packed",
+    "packed stripe_bytes stripes group bits words table matrix rows width y count tried",
+    defaults=(0, 0, 0),
+)
 
 _FITS: tuple[Fit, ...] = ("range", "error")
 
@@ -90,21 +101,27 @@ def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
     check(_to_groups(matrix, fmt), fmt)
     packed = torch.empty((fmt.num_stripes(rows), fmt.stripe_bytes(width)), dtype=torch.uint8)
     table = word_table(fmt.bits, packed.device)
-    run_on_threads(
-        module.pack_columns.address,
-        [
-            packed.data_ptr(),
-            packed.shape[1],
-            packed.shape[0],
-            fmt.group_size,
-            fmt.bits,
-            1,
-            table.data_ptr(),
-        ]
-        + [matrix.data_ptr(), rows, width, TRIED_SCALES if fmt.fit == "error" else 0],
-        packed.shape[0] * width,
-    )
+    tried = TRIED_SCALES if fmt.fit == "error" else 0
+    given = packed_fields(packed, fmt, table, matrix)._replace(tried=tried)
+    run_on_threads(module.pack_columns, given, packed.shape[0] * width)
     return packed
+
+
+def packed_fields(packed: Tensor, fmt: GroupFormat, table: Tensor, matrix: Tensor) -> Packed:
+    """Return what all loops over packed bytes are given; the matrix [rows, width] is contiguous."""
+    rows, width = matrix.shape
+    return Packed(
+        packed=packed.data_ptr(),
+        stripe_bytes=packed.stride(0),
+        stripes=packed.shape[0],
+        group=fmt.group_size,
+        bits=fmt.bits,
+        words=fmt.scales == "word",
+        table=table.data_ptr(),
+        matrix=matrix.data_ptr(),
+        rows=rows,
+        width=width,
+    )
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:

@@ -99,9 +99,12 @@ def _right(state: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# What a run was asked, from HELM's files in its folder: its instances and its settings.
+# What a run was asked, from the files in its folder: its instances and its settings.
 
-STATE_FILE, SPEC_FILE = "scenario_state.json", "run_spec.json"
+# In the order in which a run writes them.
+SPEC_FILE, STATE_FILE = "run_spec.json", "scenario_state.json"
+RUN_FILE, LAST_FILE = "flexgen_run.json", "per_instance_stats.json"
+DRY_RUN_FOLDER = "dry_run"  # below a run's folder: what a dry run writes
 _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}
 # Instances of the data sets of this project's scenarios.
 _SIZES = {"lambada": 5153, "wikitext": 62}
@@ -121,9 +124,9 @@ def read_instances(folder: Path) -> dict[str, str]:
     digests = {}
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         for instance, _ in _requests(folder):
-            asked = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
+            text = json.dumps([instance["input"], instance.get("references")], sort_keys=True)
             digests[str(instance["id"])] = hashlib.blake2b(
-                asked.encode(), digest_size=16
+                text.encode(), digest_size=16
             ).hexdigest()
         return digests
     return {}
@@ -147,21 +150,18 @@ def _requests(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
         (folder / STATE_FILE).open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        at = content.find(_INSTANCE)
-        while at >= 0:
-            start, following = at + len(_INSTANCE) - 1, content.find(_INSTANCE, at + 1)
+        position = content.find(_INSTANCE)
+        while position >= 0:
+            start, following = position + len(_INSTANCE) - 1, content.find(_INSTANCE, position + 1)
             end = content.find(_REQUEST, start)
             instance, _ = decoder.raw_decode(
                 content[start : end if end >= 0 else len(content)].decode()
             )
             if "perturbation" not in instance:
-                yield (
-                    instance,
-                    content[
-                        content.rfind(b"{", 0, at) : following if following >= 0 else len(content)
-                    ],
-                )
-            at = following
+                state_start = content.rfind(b"{", 0, position)
+                state_end = following if following >= 0 else len(content)
+                yield instance, content[state_start:state_end]
+            position = following
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -188,8 +188,8 @@ def data_set_size(folder: Path, scenario: str, num_instances: int) -> int | None
 
 def asked_instances(folder: Path) -> int:
     """Return the -m that a run's prompts were made with; 0 where HELM's file does not say it."""
-    asked = read_object(folder / SPEC_FILE).get("adapter_spec", {}).get("max_eval_instances")
-    return asked if isinstance(asked, int) else 0
+    limit = read_object(folder / SPEC_FILE).get("adapter_spec", {}).get("max_eval_instances")
+    return limit if isinstance(limit, int) else 0
 
 
 def differing_settings(old: Mapping[str, Any], new: Mapping[str, Any], joint: str) -> str:

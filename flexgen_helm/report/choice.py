@@ -1,5 +1,5 @@
-"""What precisions cost, and which is the cheapest that is equivalent to the baseline on every run
-entry.
+"""What precisions cost, which is the cheapest that is equivalent to the baseline on every run
+entry, and what to do next.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from flexgen_helm.quant.formats import BLOCK_FORMATS, SCALE_BYTES
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.comparison import ModelComparison
+from flexgen_helm.report.verdicts import advice
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,18 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
     """
     if model.kind == "model" or model.baseline not in PRECISIONS:
         return {}
+    machines = [run.record.get("hardware") or {} for run in model.runs]
     # A cache that is not quantized has the compute type.
-    plain = (
-        4
-        if any(
-            (run.run.get("hardware") or {}).get("compute_dtype") == "float32" for run in model.runs
-        )
-        else 2
-    )
+    plain = 4 if any(machine.get("compute_dtype") == "float32" for machine in machines) else 2
     published = (
         2 if model.base.is_full_precision is not False else _published_bytes(model.base.stored)
     )
-    found = {}
+    by_precision = {}
     for speed in model.speeds:
-        name, rate = speed["precision"], speed["tokens_per_s"]
+        name, rate = speed.label, speed.tokens_per_s
         if precision := PRECISIONS.get(name):
             weights, cache = precision.weights, precision.cache
-            found[name] = PrecisionCost(
+            by_precision[name] = PrecisionCost(
                 1 / rate if rate else math.inf,
                 published
                 if weights is None
@@ -59,17 +55,19 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
                 plain if cache is None else cache.bytes_per_value(plain),
             )
     equal = [
-        name for name in found if name == model.baseline or model.is_everywhere(name, "equivalent")
+        name
+        for name in by_precision
+        if name == model.baseline or model.is_everywhere(name, "equivalent")
     ]
-    sizes = {name: found[name].weight_bytes for name in equal}
+    sizes = {name: by_precision[name].weight_bytes for name in equal}
     best = {}
     if None not in sizes.values():
-        best["memory"] = min(equal, key=lambda name: (sizes[name], found[name].cache_bytes))
-    if found[model.baseline].seconds_per_token < math.inf:
-        best["time"] = min(equal, key=lambda name: found[name].seconds_per_token)
+        best["memory"] = min(equal, key=lambda name: (sizes[name], by_precision[name].cache_bytes))
+    if by_precision[model.baseline].seconds_per_token < math.inf:
+        best["time"] = min(equal, key=lambda name: by_precision[name].seconds_per_token)
     return {
         name: replace(cost, cheapest=tuple(what for what, taken in best.items() if taken == name))
-        for name, cost in found.items()
+        for name, cost in by_precision.items()
     }
 
 
@@ -80,3 +78,25 @@ def _published_bytes(stored: Mapping[str, int]) -> float | None:
     if not stored or not stored.keys() <= sizes.keys():
         return None
     return sum(stored.values()) / sum(num_bytes / sizes[name] for name, num_bytes in stored.items())
+
+
+def next_steps_of(model: ModelComparison) -> list[str]:
+    """Return what to do with the verdicts: take a precision, ask more questions, or add a
+    baseline.
+    """
+    if model.remedy:
+        return [model.remedy]
+    steps = [
+        f"take {name}, the cheapest equivalent one by {' and '.join(cost.cheapest)}"
+        for name, cost in costs(model).items()
+        if cost.cheapest and name != model.baseline
+    ]
+    open_ones = [name for name, verdict in model.verdicts.items() if not verdict.worse]
+    steps += advice([comparison for name in open_ones for comparison in model.judged(name)])
+    if not steps and model.verdicts:
+        better = [name for name in open_ones if model.is_everywhere(name, "equivalent", "better")]
+        if better:
+            return [f"take {better[0]}, which is nowhere worse"]
+        margin = ", or take a larger --margin" if open_ones else ""
+        return [f"stay with {model.baseline}{margin}"]
+    return steps

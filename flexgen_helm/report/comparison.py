@@ -9,29 +9,27 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.checkpoint.names import original_of
+from flexgen_helm.checkpoint.known_names import original_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import Answer, asked_instances, differing_settings
+from flexgen_helm.report.notes import reused_note, trust_notes
 from flexgen_helm.report.paired import PairedScores, metric_named
+from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
 from flexgen_helm.report.scores import (
     RunScores,
-    by_scenario,
     grouped,
-    overlap_notes,
     precision_rank,
     read_answers,
     read_finished_runs,
-    reused_note,
-    total_speeds,
-    trust_notes,
 )
+from flexgen_helm.report.speeds import TotalSpeed, total_speeds
 from flexgen_helm.report.verdicts import (
     DEFAULT_MARGIN,
     Comparison,
@@ -144,7 +142,7 @@ class RunPair:
             notes.append(
                 f"{base.entry} has other settings in {run.label}: {differing} in {run.label}"
             )
-        origins = base.run.get("origin"), run.run.get("origin")
+        origins = base.record.get("origin"), run.record.get("origin")
         if base.model == run.model and None not in origins and origins[0] != origins[1]:
             notes.append(
                 f"{base.typed_model} means {origins[0]} in {base.label} and {origins[1]} in "
@@ -166,7 +164,7 @@ class RunPair:
 
     def paired(self, metric: str) -> PairedScores:
         (base, weights), (scores, _) = (
-            side.terms[metric].loc[self.shared].to_numpy().T for side in (self.base, self.run)
+            side.ratios[metric].loc[self.shared].to_numpy().T for side in (self.base, self.run)
         )
         return PairedScores(metric_named(metric), base, scores, weights)
 
@@ -192,14 +190,14 @@ class RunPair:
         metric, base, run, total = metric_named(name), self.base, self.run, len(self.shared)
         values = base.scores[name], run.scores[name]
         interval = p_value = flips = verdict = None
-        if name in base.terms and name in run.terms and total:
+        if name in base.ratios and name in run.ratios and total:
             paired = self.paired(name)
             values = paired.values
             if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():
                 interval, p_value = paired.interval(), paired.p_value()
-                look = min(base.look, run.look)
-                p_value = None if p_value is None else min(1.0, p_value / look)
-                verdict = equivalence(paired, margin, base.data_size, look)
+                level_share = min(base.level_share, run.level_share)
+                p_value = None if p_value is None else min(1.0, p_value / level_share)
+                verdict = equivalence(paired, margin, base.data_size, level_share)
                 if paired.are_shares:
                     changed = (
                         None
@@ -226,21 +224,18 @@ class RunPair:
         )
 
     def flipped(self, metrics: Sequence[str]) -> dict[Direction, dict[str, str]]:
-        """Return instance -> metric of those that flipped, by direction."""
-        found: dict[Direction, dict[str, str]] = {direction: {} for direction in DIRECTIONS}
+        """Return instance -> the first metric that flipped it, by direction."""
+        lost: dict[str, str] = {}
+        won: dict[str, str] = {}
         for metric in metrics:
             paired = self.paired(metric)
-            for direction, where in zip(
-                DIRECTIONS, (paired.scores < paired.baseline, paired.scores > paired.baseline)
-            ):
-                found[direction] |= {
-                    key: metric for key in self.shared[where] if key not in found[direction]
-                }
-        changed = [] if self.changed is None else self.shared[self.changed]
-        found["changed"] = {
-            key: metrics[0] for key in changed if key not in {**found["lost"], **found["won"]}
-        }
-        return found
+            for key in self.shared[paired.scores < paired.baseline]:
+                lost.setdefault(key, metric)
+            for key in self.shared[paired.scores > paired.baseline]:
+                won.setdefault(key, metric)
+        keys = [] if self.changed is None else self.shared[self.changed]
+        changed = {key: metrics[0] for key in keys if key not in lost and key not in won}
+        return {"lost": lost, "won": won, "changed": changed}
 
     def flips(self, direction: Direction, flipped: Mapping[str, str]) -> list[Flip]:
         """Return flips with their answers; flipped: instance -> metric."""
@@ -249,7 +244,7 @@ class RunPair:
         for key, metric in flipped.items():
             old, new = before.get(key, _NO_ANSWER), after.get(key, _NO_ANSWER)
             scores = [
-                float(run.terms[metric].loc[key, "numerator"]) for run in (self.base, self.run)
+                float(run.ratios[metric].loc[key, "numerator"]) for run in (self.base, self.run)
             ]
             flips.append(
                 Flip(
@@ -283,8 +278,7 @@ class ModelComparison:
         compared.
     pooled: comparisons over all instances of a scenario's runs, where it has several, such as the
         subjects of MMLU.
-    speeds: a record per precision with totals of its compared runs: instances, requested tokens,
-        latency_s, num_reused (answers whose seconds were measured by an earlier run), tokens_per_s.
+    speeds: of the compared runs of each precision.
         Precisions may differ in their instances.
     notes: sentences, without full stops, about what could not be compared.
     """
@@ -296,7 +290,7 @@ class ModelComparison:
     pairs: Mapping[tuple[str, str], RunPair]
     comparisons: Sequence[Comparison]
     pooled: Sequence[Comparison]
-    speeds: Sequence[Mapping[str, Any]]
+    speeds: Sequence[TotalSpeed]
     notes: Sequence[str]
 
     @property
@@ -324,7 +318,7 @@ class ModelComparison:
         if not self.inconclusive or base.folder is None:
             return ""
         suite = base.folder.parent.name
-        original = original_of(base.model) or original_of(str(base.run.get("origin")))
+        original = original_of(base.model) or original_of(str(base.record.get("origin")))
         if full := [label for (_, label), pair in self.pairs.items() if pair.run.is_full_precision]:
             best = [*closest(original or base.label, full), *full]
             return f"flexgen-helm compare --suite {suite} --baseline {best[0]}"
@@ -342,11 +336,13 @@ class ModelComparison:
     @cached_property
     def by_scenario(self) -> list[Comparison]:
         """The comparisons, those of a pool in place of its runs'."""
-        pooled = {(one.precision, one.run.partition(" (")[0]) for one in self.pooled}
+        pooled = {
+            (comparison.precision, comparison.run.partition(" (")[0]) for comparison in self.pooled
+        }
         alone = [
-            one
-            for one in self.comparisons
-            if (one.precision, one.run.partition(":")[0]) not in pooled
+            comparison
+            for comparison in self.comparisons
+            if (comparison.precision, comparison.run.partition(":")[0]) not in pooled
         ]
         return [*self.pooled, *alone]
 
@@ -355,27 +351,32 @@ class ModelComparison:
         verdict.
         """
         judged: dict[str, Comparison] = {}
-        for one in self.by_scenario:
-            if one.precision == precision and one.equivalence is not None:
-                judged.setdefault(one.run, one)
+        for comparison in self.by_scenario:
+            if comparison.precision == precision and comparison.equivalence is not None:
+                judged.setdefault(comparison.run, comparison)
         return list(judged.values())
 
     def is_everywhere(self, precision: str, *decisions: Decision) -> bool:
         """Whether a precision has one of the verdicts on every run entry, or pool of them."""
         judged = self.judged(precision)
         known = {
-            one.run for one in judged if one.equivalence and one.equivalence.decision in decisions
+            comparison.run
+            for comparison in judged
+            if comparison.equivalence and comparison.equivalence.decision in decisions
         }
-        return known == {one.run for one in self.by_scenario}
+        return known == {comparison.run for comparison in self.by_scenario}
 
     @cached_property
     def verdicts(self) -> dict[str, SuiteEquivalence]:
         """Precision -> verdict over all run entries."""
-        judged = {one.precision: self.judged(one.precision) for one in self.comparisons}
+        judged = {
+            comparison.precision: self.judged(comparison.precision)
+            for comparison in self.comparisons
+        }
         verdicts = {
-            precision: suite_equivalence(found, self.margin)
-            for precision, found in judged.items()
-            if found
+            precision: suite_equivalence(comparisons, self.margin)
+            for precision, comparisons in judged.items()
+            if comparisons
         }
         for model in verdicts.keys() & self.inconclusive:
             verdicts[model] = replace(
@@ -396,7 +397,7 @@ def compare_suite(
     Raises `UsageError` if there is no such model.
     """
     runs = read_finished_runs(folder)
-    models = sorted({str(run.run.get("model")) for run in runs})
+    models = sorted({str(run.record.get("model")) for run in runs})
     precisions = "4bit,fp16" if baseline == "4bit" else f"{baseline},4bit"
     remedy = (
         "run the same entries in two precisions, for example with flexgen-helm run --precision "
@@ -434,31 +435,50 @@ def compare_runs(
     return _decided([model for model in compared if model.comparisons])
 
 
+class _Judged(NamedTuple):
+    """What is tested; metrics of a run with equal numbers are one test."""
+
+    model: str
+    run: str
+    precision: str
+    p_value: float | None
+    equivalence_p_value: float
+
+    @classmethod
+    def of(cls, model: ModelComparison, comparison: Comparison) -> _Judged:
+        verdict = comparison.equivalence
+        return cls(
+            model.model,
+            comparison.run,
+            comparison.precision,
+            comparison.p_value,
+            1.0 if verdict is None else verdict.p_value,
+        )
+
+
 def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
     """Return the models with verdicts, corrected for all comparisons that have one; runs of a pool
     have none.
     """
-
-    def key(model: ModelComparison, one: Comparison) -> tuple[Any, ...]:
-        """What metrics with equal numbers share: they are one comparison."""
-        return (
-            model.model,
-            one.run,
-            one.precision,
-            one.p_value,
-            one.equivalence and one.equivalence.p_value,
+    judged = list(
+        dict.fromkeys(
+            _Judged.of(model, comparison)
+            for model in models
+            for comparison in model.by_scenario
+            if comparison.equivalence
         )
-
-    judged = dict.fromkeys(
-        key(model, one) for model in models for one in model.by_scenario if one.equivalence
     )
-    equal = hochberg([known[-1] for known in judged])
-    different = hochberg([1.0 if known[-2] is None else known[-2] for known in judged])
+    equal = hochberg([test.equivalence_p_value for test in judged])
+    different = hochberg([1.0 if test.p_value is None else test.p_value for test in judged])
     corrected = dict(zip(judged, zip(equal, different)))
 
     def decided(model: ModelComparison, comparisons: Sequence[Comparison]) -> list[Comparison]:
-        found = [(one, corrected.get(key(model, one))) for one in comparisons]
-        return [decide(one, *ps) if ps else replace(one, equivalence=None) for one, ps in found]
+        return [
+            decide(comparison, *corrected[test])
+            if comparison.equivalence and (test := _Judged.of(model, comparison)) in corrected
+            else replace(comparison, equivalence=None)
+            for comparison in comparisons
+        ]
 
     return [
         replace(
@@ -491,28 +511,34 @@ def _compare_model(
                 notes += pair.notes
                 comparisons += pair.comparisons(margin, notes)
     compared.sort(key=lambda run: precision_rank(run.label))
-    pooled: list[Comparison] = []
-    for precision in dict.fromkeys(run.label for run in compared if run.label != baseline):
-        # Over the run entries that both precisions have.
-        entries = {run.entry for run in compared if run.label == precision}
-        both = [
-            run for run in compared if run.entry in entries and run.label in (baseline, precision)
-        ]
-        pools = {(run.entry, run.label): run for run in by_scenario(both) if run.num_runs > 1}
-        for entry, _ in [
-            key for key in pools if key[1] == precision and (key[0], baseline) in pools
-        ]:
-            pooled += RunPair(pools[entry, baseline], pools[entry, precision]).comparisons(
-                margin, []
-            )
+    pooled = [
+        comparison
+        for pair in _paired_pools(compared, baseline)
+        for comparison in pair.comparisons(margin, [])
+    ]
     notes += [*overlap_notes(compared), *_speed_notes(compared), *trust_notes(compared)]
-    if all(run.run.get("batch_invariant") for run in compared):
+    if all(run.record.get("batch_invariant") for run in compared):
         notes.append(
             "All runs have --batch-invariant: no answer follows its batch, so the floor of noise "
             "is zero"
         )
     notes, speeds = list(dict.fromkeys(notes)), total_speeds(compared)
     return ModelComparison(model, baseline, margin, runs, pairs, comparisons, pooled, speeds, notes)
+
+
+def _paired_pools(compared: Sequence[RunScores], baseline: str) -> Iterator[RunPair]:
+    """Yield the pools of each precision with those of the baseline, over the run entries that both
+    have.
+    """
+    for precision in dict.fromkeys(run.label for run in compared if run.label != baseline):
+        entries = {run.entry for run in compared if run.label == precision}
+        both = [
+            run for run in compared if run.entry in entries and run.label in (baseline, precision)
+        ]
+        pools = {(run.entry, run.label): run for run in pool_by_scenario(both) if run.num_runs > 1}
+        for (entry, label), pool in pools.items():
+            if label == precision and (entry, baseline) in pools:
+                yield RunPair(pools[entry, baseline], pool)
 
 
 def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
@@ -544,9 +570,11 @@ def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> I
     """
     for model in models:
         metrics: dict[str, dict[str, list[str]]] = {}
-        for one in model.comparisons:
-            if one.flips is not None:
-                metrics.setdefault(one.precision, {}).setdefault(one.run, []).append(one.metric)
+        for comparison in model.comparisons:
+            if comparison.flips is not None:
+                metrics.setdefault(comparison.precision, {}).setdefault(comparison.run, []).append(
+                    comparison.metric
+                )
         for precision in sorted(metrics, key=precision_rank):
             pairs = [
                 (model.pairs[entry, precision], names)
@@ -555,8 +583,8 @@ def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> I
             flipped = [pair.flipped(names) for pair, names in pairs]
             for direction in DIRECTIONS:
                 flips: list[Flip] = []
-                for (pair, _), found in zip(pairs, flipped):
-                    if shown := dict(islice(found[direction].items(), most - len(flips))):
+                for (pair, _), by_direction in zip(pairs, flipped):
+                    if shown := dict(islice(by_direction[direction].items(), most - len(flips))):
                         flips += pair.flips(direction, shown)
-                if total := sum(len(found[direction]) for found in flipped):
+                if total := sum(len(by_direction[direction]) for by_direction in flipped):
                     yield FlipGroup(model.model, precision, model.baseline, direction, total, flips)

@@ -10,23 +10,18 @@ from urllib.parse import quote
 
 from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
-from flexgen_helm.report.choice import costs
+from flexgen_helm.report.choice import next_steps_of
 from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
-from flexgen_helm.report.scores import (
-    RunScores,
-    by_scenario,
-    grouped,
-    precision_rank,
-    run_notes,
-    total_speeds,
-)
+from flexgen_helm.report.notes import run_notes
+from flexgen_helm.report.pools import pool_by_scenario
+from flexgen_helm.report.scores import RunScores, grouped, precision_rank
+from flexgen_helm.report.speeds import total_speeds
 from flexgen_helm.report.suite import SuiteReport
 from flexgen_helm.report.tables import Table
-from flexgen_helm.report.verdicts import advice
 from flexgen_helm.terminal import fill
 
 REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
-# Columns of a terminal that text is made for; the design of tables says so.
+# Columns of a terminal that text is made for.
 TEXT_WIDTH = 100
 # A longer table is collapsed if the page has a shorter one above it.
 _MAX_ROWS = 30
@@ -157,9 +152,8 @@ def scores_page(folder: Path, runs: Sequence[RunScores]) -> Page:
     section = replace(
         section, tables=section.tables[::-1], notes=[*section.notes, *run_notes(runs)]
     )
-    return Page(
-        f"{count(len(runs), 'run')} in {folder}: scores{_of_model(runs)}", "", [section], {}
-    )
+    title = f"{count(len(runs), 'run')} in {folder}: scores{_of_model(runs)}"
+    return Page(title, legend="", sections=[section], facts={})
 
 
 def suite_page(report: SuiteReport) -> Page:
@@ -172,10 +166,10 @@ def suite_page(report: SuiteReport) -> Page:
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
     return Page(
         f"Suite {report.suite}",
-        "",
-        sections,
-        _run_facts(report.runs),
-        report.notes,
+        legend="",
+        sections=sections,
+        facts=_run_facts(report.runs),
+        notes=report.notes,
         links={"Precisions compared": COMPARE_FILE},
     )
 
@@ -185,12 +179,11 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     baseline, scales = models[0].baseline, _scales(models)
     sections, verdicts, next_steps = [], [], []
     for model in models:
-        name = f"flexgen/{model.model}"
-        title = "Models against " * (model.kind == "model") + name
-        sections.append(_comparison_section(title, model, model.notes, scales))
-        if model.verdicts:
-            verdicts += [f"{name} " * (len(models) > 1) + verdict for verdict in _verdicts(model)]
-        next_steps += [f"{name}: " * (len(models) > 1) + step for step in _next_steps(model)]
+        name, has_several = f"flexgen/{model.model}", len(models) > 1
+        title = f"Models against {name}" if model.kind == "model" else name
+        sections.append(_comparison_section(title, model, scales))
+        verdicts += [f"{name} {text}" if has_several else text for text in _verdicts(model)]
+        next_steps += [f"{name}: {step}" if has_several else step for step in next_steps_of(model)]
     facts = {"baseline": _distinct(model.base.at_rest for model in models)}
     return Page(
         f"{suite}: {baseline} and other {models[0].kind}s",
@@ -204,28 +197,6 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     )
 
 
-def _next_steps(model: ModelComparison) -> list[str]:
-    """Return what to do with the verdicts: take a precision, ask more questions, or add a
-    baseline.
-    """
-    if model.remedy:
-        return [model.remedy]
-    steps = [
-        f"take {name}, the cheapest equivalent one by {' and '.join(cost.cheapest)}"
-        for name, cost in costs(model).items()
-        if cost.cheapest and name != model.baseline
-    ]
-    open_ones = [name for name, verdict in model.verdicts.items() if not verdict.worse]
-    steps += advice([one for name in open_ones for one in model.judged(name)])
-    if not steps and model.verdicts:
-        better = [name for name in open_ones if model.is_everywhere(name, "equivalent", "better")]
-        steps = [
-            f"take {better[0]}, which is nowhere worse" if better else f"stay with {model.baseline}"
-        ]
-        steps[0] += ", or take a larger --margin" * (not better and bool(open_ones))
-    return steps
-
-
 def _of_model(runs: Sequence[RunScores]) -> str:
     models = {run.typed_model for run in runs}
     return f" of {models.pop()}" if len(models) == 1 else ""
@@ -233,12 +204,12 @@ def _of_model(runs: Sequence[RunScores]) -> str:
 
 def _scores_section(runs: Sequence[RunScores]) -> Section:
     levels = _levels(runs, tables.scores_table)
-    notes = [_SCORES_NOTE] + [_POOLED_NOTE] * (len(levels) > 1)
-    speeds = sorted(total_speeds(runs), key=lambda speed: precision_rank(speed["precision"]))
+    notes = [_SCORES_NOTE, _POOLED_NOTE] if len(levels) > 1 else [_SCORES_NOTE]
+    speeds = sorted(total_speeds(runs), key=lambda speed: precision_rank(speed.label))
     rates = [
-        f"{speed['precision']} {tables.tokens_per_s_text(speed)}"
+        f"{speed.label} {tables.tokens_per_s_text(speed)}"
         for speed in speeds
-        if speed["latency_s"] > 0
+        if speed.latency_s > 0
     ]
     if rates:
         notes.append(f"Tokens of prompts and answers per second: {', '.join(rates)}")
@@ -252,29 +223,27 @@ def _levels(
     it is long.
     """
     show_model = len({run.model for run in runs}) > 1
-    table, pooled = build(runs, show_model), by_scenario(runs)
+    table, pooled = build(runs, show_model), pool_by_scenario(runs)
     if len(pooled) == len(runs):
         return [table]
-    every = replace(table, title=f"All {len(runs)} runs", collapsed=len(table.cells) > _MAX_ROWS)
-    return [replace(build(pooled, show_model), title="By scenario"), every]
+    all_runs = replace(table, title=f"All {len(runs)} runs", collapsed=len(table.cells) > _MAX_ROWS)
+    return [replace(build(pooled, show_model), title="By scenario"), all_runs]
 
 
-def _comparison_section(
-    title: str, model: ModelComparison, notes: Sequence[str], scales: Mapping[str, float]
-) -> Section:
+def _comparison_section(title: str, model: ModelComparison, scales: Mapping[str, float]) -> Section:
     shown = tables.comparison_tables(model, model.comparisons, scales)
     if model.pooled:
-        by_scenario = tables.comparison_tables(model, model.by_scenario, scales)
-        shown = [replace(table, title=f"{table.title}, by scenario") for table in by_scenario] + [
+        pooled = tables.comparison_tables(model, model.by_scenario, scales)
+        shown = [replace(table, title=f"{table.title}, by scenario") for table in pooled] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS)
             for table in shown
         ]
-    return Section(title, [tables.summary_table(model), *shown], notes)
+    return Section(title, [tables.summary_table(model), *shown], model.notes)
 
 
 def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
     return tables.interval_scales(
-        [one for model in models for one in (*model.comparisons, *model.pooled)]
+        [comparison for model in models for comparison in (*model.comparisons, *model.pooled)]
     )
 
 
@@ -287,7 +256,7 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
     """Return what was run, on which machine, with which versions, and when, as far as the records
     say it.
     """
-    records = [run.run for run in runs]
+    records = [run.record for run in runs]
     limits: dict[str, list[float]] = {}
     for record in records:
         for tier, limit in (record.get("limit_bytes") or {}).items():
@@ -298,7 +267,7 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
         if record.get("finished_at")
     )
     machines = [
-        f"{machine['device']}{', ' * ('name' in machine)}{machine.get('name', '')}, "
+        f"{', '.join(machine[key] for key in ('device', 'name') if key in machine)}, "
         f"{machine['compute_dtype']}, {count(machine['threads'], 'thread')}, "
         f"{size(machine['memory_bytes'])} of memory"
         for record in records
@@ -308,12 +277,12 @@ def _run_facts(runs: Sequence[RunScores]) -> dict[str, str]:
     # Runs that only score or continue texts have no `prompts`. They are told apart where other runs
     # have.
     also_scored = any(run.prompts for run in runs) and any(
-        "chat_template" in run.run and not run.prompts for run in runs
+        "chat_template" in run.record and not run.prompts for run in runs
     )
+    prompts = _distinct(run.prompts for run in runs if run.prompts)
     facts = {
         "model": _distinct(run.typed_model for run in runs),
-        "prompts": _distinct(run.prompts for run in runs if run.prompts)
-        + "; scored ones unchanged" * also_scored,
+        "prompts": f"{prompts}; scored ones unchanged" if also_scored else prompts,
         "precisions": ", ".join(sorted({run.precision for run in runs}, key=precision_rank)),
         "machine": _distinct(machines),
         "limits": _limits_text(limits),

@@ -139,8 +139,8 @@ class RatioOfSums:
     def furthest(self) -> float:
         """The largest change per weight of a document that was not seen."""
         low, high = self.unseen
-        seen = self.value + _REACH * float(np.abs(self.residuals).max() / self.weights.mean())
-        return min(max(seen, low), high)
+        furthest_seen = float(np.abs(self.residuals).max() / self.weights.mean())
+        return min(max(self.value + _REACH * furthest_seen, low), high)
 
     def p_value(self, limit: float) -> float:
         """Return the p-value of 'the mean of all documents is at least `limit`', against 'less'.
@@ -168,10 +168,9 @@ class RatioOfSums:
             return self.value
         while self.p_value(self.value + step) > LEVEL / 2:
             step *= 2
-        found = brentq(
-            lambda limit: self.p_value(limit) - LEVEL / 2, self.value, self.value + step, rtol=1e-6
-        )
-        return float(found)
+        above = self.value + step
+        upper = brentq(lambda limit: self.p_value(limit) - LEVEL / 2, self.value, above, rtol=1e-6)
+        return float(upper)
 
     @property
     def spread(self) -> tuple[float, float]:
@@ -197,16 +196,15 @@ def _positive_probability(values: Vector) -> float:
     if low >= 0 or high <= 0:
         return float(low >= 0)
 
-    def slope(at: float) -> float:  # of the cumulant generating function
-        return float((counts * values / (1 - at * values)).sum())
+    def slope(point: float) -> float:  # of the cumulant generating function
+        return float((counts * values / (1 - point * values)).sum())
 
     near = 1 - 1e-12
-    at = brentq(slope, near / low, near / high, xtol=1e-300, rtol=1e-14)
-    tilted = values / (1 - at * values)
-    root = math.copysign(
-        math.sqrt(max(2 * float((counts * np.log1p(-at * values)).sum()), 0.0)), at
-    )
-    scaled = at * math.sqrt(float((counts * tilted**2).sum()))
+    saddlepoint = brentq(slope, near / low, near / high, xtol=1e-300, rtol=1e-14)
+    tilted = values / (1 - saddlepoint * values)
+    cumulants = 2 * float((counts * np.log1p(-saddlepoint * values)).sum())
+    root = math.copysign(math.sqrt(max(cumulants, 0.0)), saddlepoint)
+    scaled = saddlepoint * math.sqrt(float((counts * tilted**2).sum()))
     if abs(root) < 1e-4:
         return 0.5
     density = math.exp(-(root**2) / 2) / math.sqrt(2 * math.pi)
@@ -254,13 +252,10 @@ class PairedScores:
         """What is lost: of log-probabilities the change of the loss, of scores the negative
         change.
         """
-        unseen = (
-            (_UNSEEN_NATS, math.inf)
-            if self.is_loss
-            else (1.0, 1.0)
-            if self.are_shares
-            else (-math.inf, math.inf)
-        )
+        if self.is_loss:
+            unseen = _UNSEEN_NATS, math.inf
+        else:
+            unseen = (1.0, 1.0) if self.are_shares else (-math.inf, math.inf)
         return RatioOfSums(self.baseline - self.scores, self.weights, unseen)
 
     @property

@@ -1,4 +1,4 @@
-"""Scores, instances and throughput of finished HELM runs, read from the files in their folders."""
+"""Scores and instances of finished HELM runs, read from the files in their folders."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
+    LAST_FILE,
+    RUN_FILE,
     Answer,
     chosen_answer,
     data_set_size,
@@ -32,7 +34,6 @@ from flexgen_helm.report.answers import (
     state_text,
 )
 from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
-from flexgen_helm.report.verdicts import first_names
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,24 +42,8 @@ _T = TypeVar("_T")
 # The scenarios report these as `perplexity` too, because HELM's tables know that name.
 _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
-# Runs of one scenario, such as the subjects of MMLU, that are also shown together.
-_MIN_POOLED = 3
-# A few questions occur in two data sets. Of fewer distinct ones a pool's standard error would be
-# 0.5 % too small.
-_MIN_DISTINCT = 0.995
 # Types of files that are no quantization.
 _FULL = ("F64", "F32", "F16", "BF16")
-# What a pool adds up of the runs' records, beside the workload.
-_SUMMED = (
-    "latency_s",
-    "num_reused",
-    "num_clipped",
-    "unfinished_thinking",
-)
-
-
-# Packages whose releases compute a run's values.
-_COMPUTING = ("flexgen-helm", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ class RunScores:
 
     name: of its folder.
     scores: metric -> mean over the instances of the evaluated split, without perturbations.
-    run: content of `flexgen_run.json`; empty if the run has none.
+    record: content of `flexgen_run.json`; empty if the run has none.
     instances: a row per scored instance, with the statistics that the scores follow from.
     folder: of the run's files; None for a pool.
     parts: the runs of a pool.
@@ -76,7 +61,7 @@ class RunScores:
 
     name: str
     scores: dict[str, float]
-    run: dict[str, Any]
+    record: dict[str, Any]
     instances: pd.DataFrame = field(compare=False, repr=False)
     folder: Path | None = field(default=None, compare=False)
     parts: Sequence[RunScores] = field(default=(), compare=False, repr=False)
@@ -92,12 +77,12 @@ class RunScores:
         it is not known.
         """
         if self.parts:
-            return self._of_parts("digests")
+            return self._joined_of_parts("digests")
         return {
             key: self._all_digests[key] for key in self.instances.index if key in self._all_digests
         }
 
-    def _of_parts(self, name: str) -> dict[Any, str]:
+    def _joined_of_parts(self, name: str) -> dict[Any, str]:
         return {
             (run.entry, key): value
             for run in self.parts
@@ -115,7 +100,7 @@ class RunScores:
         the index of `instances`; {} if they are not known.
         """
         if self.parts:
-            return self._of_parts("answers")
+            return self._joined_of_parts("answers")
         if self.folder is None or not is_answered(self.settings):
             return {}
         if is_choice(self.settings):
@@ -143,15 +128,16 @@ class RunScores:
         if self.parts:
             return sum(run.data_size for run in self.parts)
         # Of a sample the folder has a part of what was asked for.
-        count = 0 if self.run.get("sample") else len(self._all_digests)
+        count = 0 if self.record.get("sample") else len(self._all_digests)
         return (
             data_set_size(self.folder, self.scenario, count) if self.folder else None
         ) or math.inf
 
     @property
-    def look(self) -> float:
+    def level_share(self) -> float:
         """Share of the level that a look at this sample may spend: 1 but with --until-decided."""
-        return min((part.look for part in self.parts), default=self.run.get("look") or 1.0)
+        shares = (part.level_share for part in self.parts)
+        return min(shares, default=self.record.get("look") or 1.0)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -175,28 +161,28 @@ class RunScores:
         if HELM ran it.
         """
         match = _MODEL_ARGUMENT.search(self.name)
-        name = str(self.run.get("model", match[1] if match else ""))
+        name = str(self.record.get("model", match[1] if match else ""))
         base, suffix = split_precision(name)
         return base if suffix == self.precision else name
 
     @property
     def typed_model(self) -> str:
         """The model as it is typed, without the suffix of its precision."""
-        return f"flexgen/{self.model}" if self.run else self.model
+        return f"flexgen/{self.model}" if self.record else self.model
 
     @property
     def precision(self) -> str:
-        return str(self.run.get("precision", ""))
+        return str(self.record.get("precision", ""))
 
     @property
     def label(self) -> str:
         """What is compared: the precision, or the model by its name with suffixes."""
-        return str(self.run["model"]) if self.against else self.precision
+        return str(self.record["model"]) if self.against else self.precision
 
     @property
     def stored(self) -> Counter[str]:
         """Return type -> bytes of the model's files; empty if it is not known."""
-        return Counter(self.run.get("checkpoint_bytes"))
+        return Counter(self.record.get("checkpoint_bytes"))
 
     @property
     def is_full_precision(self) -> bool | None:
@@ -219,7 +205,7 @@ class RunScores:
 
     @property
     def workload(self) -> dict[str, float]:
-        return dict(self.run.get("workload", {}))
+        return dict(self.record.get("workload", {}))
 
     @property
     def num_tokens(self) -> float:
@@ -228,7 +214,7 @@ class RunScores:
 
     @property
     def latency_s(self) -> float:
-        return float(self.run.get("latency_s", 0.0))
+        return float(self.record.get("latency_s", 0.0))
 
     @property
     def num_scored(self) -> int:
@@ -238,12 +224,12 @@ class RunScores:
     @property
     def num_reused(self) -> int:
         """Number of answers that an earlier run computed."""
-        return int(self.run.get("num_reused", 0))
+        return int(self.record.get("num_reused", 0))
 
     @property
     def prompts(self) -> str:
         """What became of plain prompts, in words; '' if the record does not say."""
-        chat = self.run.get("chat_template")
+        chat = self.record.get("chat_template")
         if not chat:
             return ""
         if not chat["applied"]:
@@ -262,17 +248,17 @@ class RunScores:
         )
 
     @cached_property
-    def terms(self) -> dict[str, pd.DataFrame]:
+    def ratios(self) -> dict[str, pd.DataFrame]:
         """Return, for each score that follows from its instances, their `numerator` and
         `denominator`.
 
         HELM may aggregate a metric in another way, such as F1 over classes: then it is no function
         of their sums.
         """
-        found = {name: _terms(name, self.instances) for name in self.scores}
+        by_metric = {name: metric_ratio(name, self.instances) for name in self.scores}
         return {
-            name: terms
-            for name, (terms, value) in found.items()
+            name: ratio
+            for name, (ratio, value) in by_metric.items()
             if math.isclose(value, self.scores[name], rel_tol=1e-6, abs_tol=1e-9)
         }
 
@@ -282,8 +268,8 @@ class RunScores:
         more.
         """
         errors = {
-            name: metric_named(name).standard_error(*terms.to_numpy().T)  # its columns
-            for name, terms in self.terms.items()
+            name: metric_named(name).standard_error(*ratio.to_numpy().T)  # its columns
+            for name, ratio in self.ratios.items()
         }
         return {name: error for name, error in errors.items() if error is not None}
 
@@ -318,11 +304,11 @@ def read_scores(folder: Path) -> RunScores:
     scores = {
         name: means[name] for name in [name for name in MAIN_METRICS if name in means][:MAX_SHOWN]
     }
-    record = folder / "flexgen_run.json"
-    run = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    file = folder / RUN_FILE
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     # The last file that HELM writes: without it the others are those of an earlier call.
-    per_instance = json.loads((folder / "per_instance_stats.json").read_text(encoding="utf-8"))
-    return RunScores(folder.name, scores, run, _instances_frame(per_instance, scores), folder)
+    per_instance = json.loads((folder / LAST_FILE).read_text(encoding="utf-8"))
+    return RunScores(folder.name, scores, record, _instances_frame(per_instance, scores), folder)
 
 
 def read_answers(run: RunScores, wanted: Collection[str]) -> dict[str, Answer]:
@@ -362,55 +348,7 @@ def read_finished_runs(suite: Path) -> list[RunScores]:
     for folder in sorted(suite.iterdir()):
         with suppress(FileNotFoundError, NotADirectoryError, ValueError, KeyError):
             runs.append(read_scores(folder))
-    return [run for run in runs if run.run]
-
-
-def pool(runs: Sequence[RunScores]) -> RunScores:
-    """Return runs of one scenario, model and precision as one run over all their instances.
-
-    Its scores are those that follow from the instances of every run, so larger runs count more, and
-    its record has the sums of tokens and seconds.
-    """
-    import pandas as pd
-
-    instances = pd.concat({run.entry: run.instances for run in runs})
-    common = [name for name in runs[0].scores if all(name in run.terms for run in runs)]
-    scores = {name: _terms(name, instances)[1] for name in common}
-    record: dict[str, Any] = {
-        **{key: runs[0].run[key] for key in ("model", "precision") if key in runs[0].run},
-        "workload": _sums([run.workload for run in runs]),
-        **_sums([{key: value for key, value in run.run.items() if key in _SUMMED} for run in runs]),
-    }
-    name = f"{runs[0].scenario} ({len(runs)} runs)"
-    return RunScores(name, scores, record, instances, parts=runs, against=runs[0].against)
-
-
-def by_scenario(runs: Iterable[RunScores]) -> list[RunScores]:
-    """Replace the runs of a model, precision and scenario by their pool if there are `_MIN_POOLED`
-    or more.
-
-    Runs that share instances stay: the same instances, run in several ways, are no larger sample.
-    """
-    pooled: list[RunScores] = []
-    for group in _scenarios(runs):
-        pooled += [pool(group)] if len(group) >= _MIN_POOLED and _are_disjoint(group) else group
-    return pooled
-
-
-def overlap_notes(runs: Iterable[RunScores]) -> list[str]:
-    """Return notes, without full stops, on runs of a scenario that have no row together."""
-    notes = []
-    for group in _scenarios(runs):
-        if len(group) >= _MIN_POOLED and not _are_disjoint(group):
-            why = (
-                "share instances"
-                if all(run.digests for run in group)
-                else "do not say which instances they have"
-            )
-            notes.append(
-                f"The {len(group)} runs of {group[0].scenario} {why}, so they have no row together"
-            )
-    return list(dict.fromkeys(notes))
+    return [run for run in runs if run.record]
 
 
 def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
@@ -421,133 +359,10 @@ def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]
     return groups
 
 
-def _scenarios(runs: Iterable[RunScores]) -> list[list[RunScores]]:
-    return list(grouped(runs, lambda run: (run.scenario, run.model, run.precision)).values())
-
-
-def _are_disjoint(runs: Sequence[RunScores]) -> bool:
-    """Whether an instance occurs in one of the runs only, but for a few; False if that is not
-    known.
-    """
-    digests = [set(run.digests.values()) for run in runs]
-    return all(digests) and len(set().union(*digests)) >= _MIN_DISTINCT * sum(map(len, digests))
-
-
 def precision_rank(precision: str) -> tuple[int, str]:
     """Sort precisions in the order in which `PRECISIONS` names them."""
     order = tuple(PRECISIONS)
     return (order.index(precision) if precision in order else len(order), precision)
-
-
-def run_notes(runs: Sequence[RunScores]) -> list[str]:
-    """Return all notes, without full stops, on runs that are shown together."""
-    return [*reused_note(runs), *overlap_notes(runs), *prompt_notes(runs), *trust_notes(runs)]
-
-
-def reused_note(runs: Sequence[RunScores]) -> list[str]:
-    """Return a note, without its full stop, on throughputs measured by earlier runs; none if there
-    are none.
-    """
-    reused, answers = sum(run.num_reused for run in runs), sum(run.num_answers for run in runs)
-    note = (
-        f"{reused:,} of {answers:,} answers come from earlier runs; tokens/s marked * were "
-        "measured then (--disable-cache measures again)"
-    )
-    return [note] if reused else []
-
-
-def total_speeds(runs: Iterable[RunScores]) -> list[dict[str, Any]]:
-    """Add up the runs of each label: instances, requested tokens, latency_s, num_reused and
-    tokens_per_s.
-    """
-    totals = []
-    for label, group in grouped(runs, lambda run: run.label).items():
-        tokens, seconds = sum(run.num_tokens for run in group), sum(run.latency_s for run in group)
-        totals.append(
-            {
-                "precision": label,
-                "instances": sum(run.num_scored for run in group),
-                "tokens": tokens,
-                "latency_s": seconds,
-                "num_reused": sum(run.num_reused for run in group),
-                "tokens_per_s": tokens / seconds if seconds > 0 else 0.0,
-            }
-        )
-    return totals
-
-
-def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
-    """Return notes, without full stops, on prompts that differ between models, and on answers
-    without room.
-    """
-    notes = []
-    if len(by_way := grouped((run for run in runs if run.prompts), lambda run: run.prompts)) > 1:
-        models = {
-            way: dict.fromkeys(run.typed_model for run in group) for way, group in by_way.items()
-        }
-        ways = "; ".join(f"{', '.join(names)} {way}" for way, names in models.items())
-        notes.append(f"Models differ in how prompts were sent: {ways}")
-    for run in by_scenario(runs):
-        of = (
-            f"of {run.workload.get('num_requests', run.num_answers):,} answers of {run.entry} of "
-            f"{run.typed_model}"
-        )
-        if unfinished := run.run.get("unfinished_thinking"):
-            notes.append(
-                f"{unfinished:,} {of} ended while still thinking, and count as empty; raise "
-                "max_tokens (run entries: increase_max_tokens=2048) or set a thinking budget "
-                "(--thinking-budget)"
-            )
-        if clipped := run.run.get("num_clipped"):
-            notes.append(f"{clipped:,} {of} had less room in the model's window than max_tokens")
-        if ties := run.num_ties:
-            notes.append(
-                f"{ties:,} of {len(run.instances):,} choices of {run.entry} of {run.typed_model} "
-                "are ties of a right and a wrong one, of which HELM counts a share as right"
-            )
-    return notes
-
-
-def trust_notes(runs: Sequence[RunScores]) -> list[str]:
-    """Return notes, without full stops, on samples, on models that are not proved, and on runs of
-    several releases.
-    """
-    notes = []
-    sampled = {
-        part.entry: sample
-        for run in runs
-        for part in run.parts or [run]
-        if (sample := part.run.get("sample"))
-    }
-    if sampled:
-        parts = [
-            f"{sample['instances']:,} of {sample['of']:,} of {entry}"
-            for entry, sample in sampled.items()
-        ]
-        notes.append(
-            f"Random samples of the instances: {first_names(parts)}; run without --until scores all"
-        )
-    if (look := min((run.look for run in runs), default=1.0)) < 1:
-        notes.append(
-            f"Samples grew until pairs were decided: p-values are divided by {look:.3g}, what the "
-            "last look may spend of the level; intervals are not wider for it"
-        )
-    if unproved := list(
-        dict.fromkeys(run.typed_model for run in runs if run.run.get("proved") is False)
-    ):
-        notes.append(
-            f"NOT VERIFIED: {', '.join(unproved)} ran with --unverified; nothing says that the "
-            "scores are those of transformers"
-        )
-    for package in _COMPUTING:
-        found = {
-            str(run.run["versions"][package])
-            for run in runs
-            if package in run.run.get("versions", {})
-        }
-        if len(found) > 1:
-            notes.append(f"Runs had different releases of {package}: {', '.join(sorted(found))}")
-    return notes
 
 
 def finite(content: Any) -> Any:
@@ -559,7 +374,7 @@ def finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _terms(name: str, instances: pd.DataFrame) -> tuple[pd.DataFrame, float]:
+def metric_ratio(name: str, instances: pd.DataFrame) -> tuple[pd.DataFrame, float]:
     """Return numerators and denominators of a metric, and its value; NaN if an instance lacks one,
     or none counts.
     """
@@ -567,16 +382,16 @@ def _terms(name: str, instances: pd.DataFrame) -> tuple[pd.DataFrame, float]:
 
     metric = metric_named(name)
     columns = {"numerator": metric.numerator, "denominator": metric.denominator}
-    terms = pd.DataFrame(
+    ratio = pd.DataFrame(
         {
-            term: 1.0 if column is None else instances.get(column, np.nan)
-            for term, column in columns.items()
+            part: 1.0 if column is None else instances.get(column, np.nan)
+            for part, column in columns.items()
         },
         index=instances.index,
         dtype=np.float64,
     )
-    is_known = terms.notna().to_numpy().all() and terms["denominator"].sum() > 0
-    return terms, float(metric.value(*terms.to_numpy().T)) if is_known else math.nan
+    is_known = ratio.notna().to_numpy().all() and ratio["denominator"].sum() > 0
+    return ratio, float(metric.value(*ratio.to_numpy().T)) if is_known else math.nan
 
 
 def _instances_frame(
@@ -607,10 +422,3 @@ def _instances_frame(
     split = "test" if (stats["split"] == "test").any() else "valid"
     stats = stats[stats["split"] == split]
     return stats.pivot_table("mean", "instance", "statistic", aggfunc="mean", sort=False)
-
-
-def _sums(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {
-        key: sum(record.get(key, 0) for record in records)
-        for key in dict.fromkeys(k for r in records for k in r)
-    }

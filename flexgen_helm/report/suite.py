@@ -9,14 +9,14 @@ from typing import Any
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
+from flexgen_helm.report.block_records import suite_totals
+from flexgen_helm.report.notes import run_notes
 from flexgen_helm.report.scores import (
     RunScores,
     describe_run,
     finite,
     read_finished_runs,
-    run_notes,
 )
-from flexgen_helm.report.throughput import suite_totals
 from flexgen_helm.report.verdicts import first_names
 
 SUITE_FILE = "flexgen_suite.json"
@@ -52,7 +52,7 @@ def read_suite(folder: Path) -> SuiteReport:
     last_call = read_object(folder / SUITE_FILE)
     notes = _missing_notes(folder, {run.name for run in runs}, last_call.get("failed", []))
     notes += run_notes(runs)
-    models = suite_totals(run.run for run in runs)["models"]
+    models = suite_totals(run.record for run in runs)["models"]
     computed = {name: usage for name, usage in models.items() if "bytes" in usage}
     return SuiteReport(folder.name, runs, computed, notes)
 
@@ -65,7 +65,7 @@ def suite_to_json(report: SuiteReport) -> dict[str, Any]:
                 "scores": finite(run.scores),
                 "standard_errors": run.standard_errors,
                 "num_scored": run.num_scored,
-                **run.run,
+                **run.record,
             }
             for run in report.runs
         },

@@ -10,12 +10,13 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from flexgen_helm.checkpoint.names import split_precision
+from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.files import duration, size
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.paired import metric_named
-from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank, total_speeds
+from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank
+from flexgen_helm.report.speeds import TotalSpeed, total_speed
 from flexgen_helm.report.verdicts import Comparison
 from flexgen_helm.terminal import table_text
 from flexgen_helm.tiers import TIER_PLACES
@@ -91,21 +92,24 @@ class Table:
 
 def scores_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     """Return a row per run and metric."""
-    found = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
+    scored = [(run, metric) for run in _by_entry(runs) for metric in run.scores or ("-",)]
     # Models and precisions below each other, in the order in which entries and metrics first
     # appear.
-    by_row = grouped(found, lambda pair: (pair[0].entry, pair[1]))
+    by_row = grouped(scored, lambda pair: (pair[0].entry, pair[1]))
     pairs = [pair for row in by_row.values() for pair in row]
     rows = [
-        (run.entry, metric, run.typed_model, run.precision,
-         _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
-         f"{run.num_scored:,}" if run.num_scored else "",
-         whole_text(run.workload.get("num_requests")))
+        {
+            "run entry": run.entry,
+            "metric": metric,
+            "model": run.typed_model,
+            "precision": run.precision,
+            "score": _score_and_error(run.scores.get(metric), run.standard_errors.get(metric)),
+            "scored": f"{run.num_scored:,}" if run.num_scored else "",
+            "requests": whole_text(run.workload.get("num_requests")),
+        }
         for run, metric in pairs
-    ]  # fmt: skip
-    frame = pd.DataFrame(
-        rows, columns=["run entry", "metric", "model", "precision", "score", "scored", "requests"]
-    )
+    ]
+    frame = pd.DataFrame(rows)
     if not show_model:
         del frame["model"]
     links = {"precision": [run_link(run) for run, _ in pairs]}
@@ -127,7 +131,7 @@ def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
     explains.
     """
     runs = _by_entry(runs)
-    speeds = [total_speeds([run])[0] for run in runs]
+    speeds = [total_speed(run.label, [run]) for run in runs]
     cells = {
         **_run_cells(runs, show_model),
         **{
@@ -249,9 +253,9 @@ def run_link(run: RunScores) -> str:
     return f"./{quote(run.name)}/" if run.num_runs == 1 else ""
 
 
-def tokens_per_s_text(speed: Mapping[str, Any]) -> str:
-    """Return the rate of `total_speeds`, with a * that `reused_note` explains."""
-    return f"{speed['tokens_per_s']:,.0f}" + " *" * (speed["num_reused"] > 0)
+def tokens_per_s_text(speed: TotalSpeed) -> str:
+    """Return a rate, with a * that `reused_note` explains."""
+    return f"{speed.tokens_per_s:,.0f}{' *' if speed.num_reused else ''}"
 
 
 def whole_text(value: Any) -> str:
@@ -284,9 +288,9 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
                 "baseline": model.base.at_rest,
                 "full_precision": model.base.is_full_precision,
                 "remedy": model.remedy,
-                "comparisons": [asdict(one) for one in model.comparisons],
-                "pooled": [asdict(one) for one in model.pooled],
-                "speed": model.speeds,
+                "comparisons": [asdict(comparison) for comparison in model.comparisons],
+                "pooled": [asdict(comparison) for comparison in model.pooled],
+                "speed": [speed.to_json() for speed in model.speeds],
                 "notes": model.notes,
                 "equivalence": {
                     precision: asdict(verdict) for precision, verdict in model.verdicts.items()
@@ -306,25 +310,39 @@ def comparison_tables(
 
     scales: `interval_scales` of all that a page shows.
     """
-    links = {(run.entry, run.label): run_link(run) for run in model.runs}
+    run_links = {(run.entry, run.label): run_link(run) for run in model.runs}
     tables = []
-    for precision, found in _by_precision(comparisons).items():
+    for precision, group in _by_precision(comparisons).items():
         rows = [
-            (one.run, metrics, one.equivalence.text if one.equivalence else "",
-             _in_unit(one, one.change) + " pp" * (_unit(one) == "pp")
-             if math.isfinite(one.change) else "",
-             _interval(one), _flips(one), _score_text(one.baseline), _score_text(one.value),
-             f"{one.instances:,}", _p_value(one))
-            for metrics, one in found
-        ]  # fmt: skip
-        names = ["run entry", "metric", "verdict", "change", "95 % interval", "flips"]
-        names += [model.baseline, precision, "n", "p"]
-        sides = model.baseline, precision
-        folders = {name: [links.get((one.run, name), "") for _, one in found] for name in sides}
-        marks = {"95 % interval": [_mark(one, scales[_unit(one)]) for _, one in found]}
-        cells, title = pd.DataFrame(rows, columns=names), f"{precision} against {model.baseline}"
-        optional = ("p", "n", *sides[::-1], "95 % interval")
-        tables.append(Table(cells, title, 2, folders, marks, optional=optional))
+            {
+                "run entry": comparison.run,
+                "metric": metrics,
+                "verdict": comparison.equivalence.text if comparison.equivalence else "",
+                "change": _change_text(comparison),
+                "95 % interval": _interval(comparison),
+                "flips": _flips(comparison),
+                model.baseline: _score_text(comparison.baseline),
+                precision: _score_text(comparison.value),
+                "n": f"{comparison.instances:,}",
+                "p": _p_value(comparison),
+            }
+            for metrics, comparison in group
+        ]
+        links = {
+            label: [run_links.get((comparison.run, label), "") for _, comparison in group]
+            for label in (model.baseline, precision)
+        }
+        marks = [_mark(comparison, scales[_unit(comparison)]) for _, comparison in group]
+        tables.append(
+            Table(
+                pd.DataFrame(rows),
+                f"{precision} against {model.baseline}",
+                num_keys=2,
+                links=links,
+                marks={"95 % interval": marks},
+                optional=("p", "n", precision, model.baseline, "95 % interval"),
+            )
+        )
     return tables
 
 
@@ -335,12 +353,12 @@ def interval_scales(comparisons: Iterable[Comparison]) -> dict[str, float]:
     A ratio's end is what it is above 1.
     """
     ends: dict[str, float] = {}
-    for one in comparisons:
-        reach = max(map(abs, _positions(one)), default=0.0)
-        reach = (math.expm1(reach) if one.kind == "ratio" else reach) or 1.0
+    for comparison in comparisons:
+        reach = max(map(abs, _positions(comparison)), default=0.0)
+        reach = (math.expm1(reach) if comparison.kind == "ratio" else reach) or 1.0
         power = 10.0 ** math.floor(math.log10(reach))
         end = next(step * power for step in (1, 2, 5, 10) if step * power >= reach)
-        ends[_unit(one)] = max(ends.get(_unit(one), 0.0), end)
+        ends[_unit(comparison)] = max(ends.get(_unit(comparison), 0.0), end)
     return ends
 
 
@@ -348,18 +366,20 @@ def _by_precision(comparisons: Iterable[Comparison]) -> dict[str, list[tuple[str
     """Return metrics and comparison by precision; metrics of a run entry with equal numbers are one
     row.
     """
-    found: dict[str, list[tuple[str, Comparison]]] = {}
-    for one in sorted(comparisons, key=lambda one: precision_rank(one.precision)):
-        rows = found.setdefault(one.precision, [])
+    by_precision: dict[str, list[tuple[str, Comparison]]] = {}
+    for comparison in sorted(
+        comparisons, key=lambda comparison: precision_rank(comparison.precision)
+    ):
+        rows = by_precision.setdefault(comparison.precision, [])
         if (
             rows
-            and replace(rows[-1][1], metric=one.metric) == one
-            and _unit(rows[-1][1]) == _unit(one)
+            and replace(rows[-1][1], metric=comparison.metric) == comparison
+            and _unit(rows[-1][1]) == _unit(comparison)
         ):
-            rows[-1] = f"{rows[-1][0]}, {one.metric}", one
+            rows[-1] = f"{rows[-1][0]}, {comparison.metric}", comparison
         else:
-            rows.append((one.metric, one))
-    return found
+            rows.append((comparison.metric, comparison))
+    return by_precision
 
 
 def _mark(comparison: Comparison, end: float) -> Mark | None:
@@ -379,21 +399,21 @@ def summary_table(model: ModelComparison) -> Table:
     """Return a row per precision, or model, with its verdict over all run entries, what it costs,
     and its speed.
     """
-    known = costs(model)
+    by_precision = costs(model)
     rows = []
     for speed in model.speeds:
-        name = speed["precision"]
+        name = speed.label
         row = {
             model.kind: name,
             "verdict": model.verdicts[name].text if name in model.verdicts else "",
         }
-        if cost := known.get(name):
+        if cost := by_precision.get(name):
             cheapest = cost.cheapest if name != model.baseline else ()
             row["cheapest equivalent"] = " and ".join(f"by {what}" for what in cheapest)
             row["bytes per weight"] = (
                 "as published" if cost.weight_bytes is None else f"{cost.weight_bytes:.3g}"
             )
-        row |= {"tokens": whole_text(speed["tokens"]), "time": seconds_text(speed["latency_s"])}
+        row |= {"tokens": whole_text(speed.tokens), "time": seconds_text(speed.latency_s)}
         rows.append({**row, "tokens/s": tokens_per_s_text(speed)})
     return Table(
         pd.DataFrame(rows).fillna(""),
@@ -427,6 +447,13 @@ def _in_unit(comparison: Comparison, value: float) -> str:
     if comparison.kind == "ratio":
         return f"×{value:.4f}"
     return f"{100 * value:+.2f}" if _unit(comparison) == "pp" else f"{value:+.4f}"
+
+
+def _change_text(comparison: Comparison) -> str:
+    if not math.isfinite(comparison.change):
+        return ""
+    unit = " pp" if _unit(comparison) == "pp" else ""
+    return f"{_in_unit(comparison, comparison.change)}{unit}"
 
 
 def _interval(comparison: Comparison) -> str:

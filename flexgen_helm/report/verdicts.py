@@ -111,19 +111,19 @@ class SuiteEquivalence:
 
 
 def equivalence(
-    paired: PairedScores, margin: float, available: float, look: float = 1.0
+    paired: PairedScores, margin: float, available: float, level_share: float = 1.0
 ) -> Equivalence | None:
     """Return what is known of the equivalence of paired instances, not decided yet.
 
     None for one instance, or for a metric that has no margin.
 
     available: instances of the data set.
-    look: share of the level that this test may spend; the p-value is divided by it.
+    level_share: of the level, what this test may spend; the p-value is divided by it.
     """
     if len(paired.baseline) < 2 or not (paired.is_loss or paired.are_shares):
         return None
     limit = math.log1p(margin) if paired.is_loss else margin
-    p_value = min(1.0, paired.equivalence_p_value(limit) / look)
+    p_value = min(1.0, paired.equivalence_p_value(limit) / level_share)
     variance, furthest = paired.loss.spread
     needed = instances_needed(variance, limit, furthest)
     most = available if available < math.inf else len(paired.baseline)
@@ -162,16 +162,16 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
             f"not decided: of all {units} like these {count:,}, the difference may be {within} or "
             "more"
         )
-    seen = (
+    observed = (
         f"lost {flips.lost:,} and won {flips.won:,}"
         if flips
         else f"changed {comparison.change:+.4g}"
     )
     if comparison.kind == "ratio":
-        seen = f"×{comparison.change:.4f}"
-    seen += f" {'of' if flips else 'in'} {count:,}"
+        observed = f"×{comparison.change:.4f}"
+    observed += f" {'of' if flips else 'in'} {count:,}"
     return (
-        f"too few {units} to tell: {seen}; about {_rounded_up(verdict.needed):,} can show "
+        f"too few {units} to tell: {observed}; about {_rounded_up(verdict.needed):,} can show "
         "equivalence"
     )
 
@@ -180,30 +180,35 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
     """Return what would decide those that are not decided, as far as the data sets have it."""
     more: dict[str, int] = {}
     exhausted: dict[str, float] = {}
-    for one in judged:
-        verdict = one.equivalence
-        if verdict is None or verdict.decision != "not decided" or verdict.needed <= one.instances:
+    for comparison in judged:
+        verdict = comparison.equivalence
+        if (
+            verdict is None
+            or verdict.decision != "not decided"
+            or verdict.needed <= comparison.instances
+        ):
             continue  # more instances may decide, or not
-        if verdict.available <= one.instances:
-            exhausted[one.run] = max(verdict.shown, exhausted.get(one.run, 0.0))
+        if verdict.available <= comparison.instances:
+            exhausted[comparison.run] = max(verdict.shown, exhausted.get(comparison.run, 0.0))
         else:
-            more[one.run] = max(
-                int(min(_rounded_up(verdict.needed), verdict.available)), more.get(one.run, 0)
+            more[comparison.run] = max(
+                int(min(_rounded_up(verdict.needed), verdict.available)),
+                more.get(comparison.run, 0),
             )
-    found = []
+    sentences = []
     if more:
-        asked = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
-        found.append(f"run {asked}; stored answers are not computed again")
+        what = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
+        sentences.append(f"run {what}; stored answers are not computed again")
     if shown := {
         run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49
     }:
-        asked = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
-        found.append(f"take {asked}, the least that all of the data can show, or add other data")
+        what = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
+        sentences.append(f"take {what}, the least that all of the data can show, or add other data")
     if none := [run for run in exhausted if run not in shown]:
-        found.append(
+        sentences.append(
             f"add other data to {first_names(none)}: all of it is too little for any --margin"
         )
-    return found
+    return sentences
 
 
 def _within(margin: float, comparison: Comparison) -> str:
@@ -221,25 +226,28 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
     least one.
     """
     names: dict[str, list[str]] = {"equivalent": [], "worse": [], "better": [], "not decided": []}
-    for one in judged:
-        if one.equivalence:
-            names[one.equivalence.decision].append(one.run)
-    entries, equal, worse = [one.run for one in judged], names["equivalent"], names["worse"]
-    of = f"of {len(entries):,} run entries"
+    for comparison in judged:
+        if comparison.equivalence:
+            names[comparison.equivalence.decision].append(comparison.run)
+    entries, equal, worse = (
+        [comparison.run for comparison in judged],
+        names["equivalent"],
+        names["worse"],
+    )
+    of_all = f"of {len(entries):,} run entries"
     if len(equal) == len(entries):
         where = f"all {len(entries):,} run entries" if len(entries) > 1 else entries[0]
         text = f"equivalent within {100 * margin:g} % or pp in {where}"
     elif len(entries) == 1:
         text = f"{judged[0].equivalence.text if judged[0].equivalence else ''} ({entries[0]})"
     elif worse:
-        text = f"worse in {len(worse):,} {of}: {first_names(worse)}"
+        text = f"worse in {len(worse):,} {of_all}: {first_names(worse)}"
     elif undecided := names["not decided"]:
-        text = f"too few questions to tell in {len(undecided):,} {of}: {first_names(undecided)}"
-        text += f"; equivalent in {len(equal):,}" * bool(equal)
+        text = f"too few questions to tell in {len(undecided):,} {of_all}: {first_names(undecided)}"
+        text += f"; equivalent in {len(equal):,}" if equal else ""
     else:
-        text = f"better in {first_names(names['better'])}" + ", and equivalent elsewhere" * bool(
-            equal
-        )
+        text = f"better in {first_names(names['better'])}"
+        text += ", and equivalent elsewhere" if equal else ""
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
 

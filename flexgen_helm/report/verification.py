@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
-from flexgen_helm.checkpoint.paths import system_error
+from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import size
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
@@ -61,8 +61,8 @@ class RecordedAnswer(NamedTuple):
     name: no two answers of a file have the same.
     recorded: what is compared, as values of JSON. has_sums: its numbers are sums of
         log-probabilities.
-    recompute: returns the same as a service answers for a model, which it is given.
-    number: among all answers.
+    recompute: returns the same as a service answers for a model; is given both.
+    number: among all answers. source: index of its run.
     """
 
     name: str
@@ -70,6 +70,7 @@ class RecordedAnswer(NamedTuple):
     recompute: Callable[..., Any]
     has_sums: bool = False
     number: int = 0
+    source: int = 0
 
 
 class Recorded(NamedTuple):
@@ -126,28 +127,34 @@ class SampleManifest:
     format: Literal[2] = 2
 
 
-def draw(
-    recorded: Sequence[Recorded], sample: str | None, seed: int
-) -> tuple[list[Source], list[tuple[int, RecordedAnswer]], int]:
+class Drawn(NamedTuple):
+    """Answers that were drawn, in order; sources: the runs; population: of how many answers."""
+
+    sources: list[Source]
+    answers: list[RecordedAnswer]
+    population: int
+
+
+def draw(recorded: Sequence[Recorded], sample: str | None, seed: int) -> Drawn:
     """Draw answers at random, without replacement; sample: as of `sample_size`.
 
-    Returns the runs; the index of its run with each answer, in order; and of how many answers they
-    were drawn.
     Raises `FlexgenError` for a file that is damaged, has an answer twice or no record of its run,
     and `UsageError` where nothing was answered.
     """
     answers = [
-        (index, answer) for index, part in enumerate(recorded) for answer in part.reading(part.read)
+        answer._replace(source=index)
+        for index, part in enumerate(recorded)
+        for answer in part.reading(part.read)
     ]
-    names = Counter(answer.name for _, answer in answers)
-    if twice := [name for name, times in names.items() if times > 1]:
+    counts = Counter(answer.name for answer in answers)
+    if twice := [name for name, times in counts.items() if times > 1]:
         raise FlexgenError(f"{len(twice):,} answers are there more than once: {short(twice[0])}")
     if not answers:
         raise UsageError(
             "there is no answer of a flexgen model to check; make the run to its end first"
         )
     numbers = drawn_numbers(seed, len(answers), sample_size(sample, len(answers)))
-    drawn = [(answers[number][0], answers[number][1]._replace(number=number)) for number in numbers]
+    drawn = [answers[number]._replace(number=number) for number in numbers]
     sources = [*map(_source, recorded)]
     # A run whose answers were all stored says nothing of the machine; its fingerprint is that of a
     # run that does.
@@ -160,7 +167,7 @@ def draw(
         if source.hardware is None and source.fingerprint in known:
             hardware, bits = known[source.fingerprint]
             sources[index] = replace(source, hardware=hardware, batch_invariant=bits)
-    return sources, drawn, len(answers)
+    return Drawn(sources, drawn, len(answers))
 
 
 def drawn_numbers(seed: int, population: int, size: int) -> list[int]:
@@ -171,9 +178,9 @@ def drawn_numbers(seed: int, population: int, size: int) -> list[int]:
 
 
 def _source(part: Recorded) -> Source:
-    known = {key.name: part.record.get(key.name) for key in fields(Source)}
+    values = {field.name: part.record.get(field.name) for field in fields(Source)}
     try:
-        return TypeAdapter(Source).validate_python(known)
+        return TypeAdapter(Source).validate_python(values)
     except ValueError:
         raise FlexgenError(
             f"{part.path} has no record of the model that answered; make it again with "
@@ -203,16 +210,17 @@ def compare_answers(
     return differences, largest
 
 
-def disagreements(name: str, recorded: Any, made: Any, tolerance: float = 0.0) -> list[str]:
+def disagreements(name: str, recorded: Any, again: Any, tolerance: float = 0.0) -> list[str]:
     """Return a sentence on a part in which what is recorded is not what was made again, if there is
     one.
     """
-    found = compare_answers(recorded, made, tolerance, has_sums=True)[0]
+    differences = compare_answers(recorded, again, tolerance, has_sums=True)[0]
+    if not differences:
+        return []
     # Of statistics the mean is the score.
-    for where, old, new in sorted(found, key=lambda part: not part[0].endswith(".mean"))[:1]:
-        more = f" ({len(found) - 1:,} more values differ)" if len(found) > 1 else ""
-        return [f"{name}: {where} is {short(old)} in the file, and {short(new)} made again{more}"]
-    return []
+    where, old, new = min(differences, key=lambda part: not part[0].endswith(".mean"))
+    more = f" ({len(differences) - 1:,} more values differ)" if len(differences) > 1 else ""
+    return [f"{name}: {where} is {short(old)} in the file, and {short(new)} made again{more}"]
 
 
 def one_line(value: object) -> str:

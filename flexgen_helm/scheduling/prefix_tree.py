@@ -15,7 +15,7 @@ for all users.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flexgen_helm.models.config import ModelConfig
@@ -93,14 +93,8 @@ class PrefixCostModel:
 EVERY_BEGINNING = PrefixCostModel(UNLIMITED, 0.0)
 
 
-def plan_prefixes(
-    prompts: Sequence[Prompt], cost: PrefixCostModel, numbers: Sequence[int] | None = None
-) -> list[PrefixNode | int]:
-    """Return a forest in which the number of every prompt occurs once, the longest prompts first.
-
-    numbers: of the prompts; None for their indices.
-    """
-    numbers = range(len(prompts)) if numbers is None else numbers
+def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[PrefixNode | int]:
+    """Return a forest in which the index of every prompt occurs once, the longest prompts first."""
     order = sorted(range(len(prompts)), key=lambda index: prompts[index].tokens)
     roots: list[PrefixNode | int] = []
     under: dict[int, PrefixNode] = {}  # the deepest prefix of a prompt
@@ -116,11 +110,7 @@ def plan_prefixes(
         end = min(depth, len(prompts[users[0]].tokens) - 1)
         if any(prompts[index].scored for index in users):
             end = min(end, depth - 1)
-        prefix = PrefixNode(
-            end // cost.group_tokens * cost.group_tokens,
-            parent,
-            [numbers[index] for index in users],
-        )
+        prefix = PrefixNode(end // cost.group_tokens * cost.group_tokens, parent, users)
         sharing = [prompts[index] for index in users]
         if prefix.end <= prefix.start or prefix.saved < cost.costs(prefix.end, sharing):
             continue
@@ -130,9 +120,20 @@ def plan_prefixes(
         (parent.members if parent is not None else roots).append(prefix)
         under.update(dict.fromkeys(users, prefix))
     for index in order:
-        (under[index].members if index in under else roots).append(numbers[index])
-    _sort(roots, dict(zip(numbers, prompts)))
+        (under[index].members if index in under else roots).append(index)
+    _sort(roots, prompts)
     return roots
+
+
+def with_numbers(
+    members: Sequence[PrefixNode | int], numbers: Sequence[int]
+) -> list[PrefixNode | int]:
+    """Return the forest with `numbers[index]` in place of every index; changes its nodes."""
+    for member in members:
+        if isinstance(member, PrefixNode):
+            member.users = [numbers[index] for index in member.users]
+            member.members = with_numbers(member.members, numbers)
+    return [member if isinstance(member, PrefixNode) else numbers[member] for member in members]
 
 
 def _fits(prefix: PrefixNode, users: Sequence[Prompt], depth: int, cost: PrefixCostModel) -> bool:
@@ -142,14 +143,14 @@ def _fits(prefix: PrefixNode, users: Sequence[Prompt], depth: int, cost: PrefixC
     overhead = depth * cost.slot_overhead
     if prefix.end + overhead > cost.room:
         return False
+    if not overhead:
+        return True
     step = 1 + cost.step_overhead
-    alone = (
+    needs_alone = (
         len(user.tokens) + user.steps * step + cost.slot_overhead for user in users if user.steps
     )
-    return (
-        not overhead
-        or max((need for need in alone if need <= cost.room), default=0) + overhead <= cost.room
-    )
+    most = max((need for need in needs_alone if need <= cost.room), default=0)
+    return most + overhead <= cost.room
 
 
 def prefixes_of(members: Sequence[PrefixNode | int]) -> Iterator[PrefixNode]:
@@ -165,7 +166,10 @@ def dissolve(
     dissolved: Collection[PrefixNode],
     parent: PrefixNode | None = None,
 ) -> list[PrefixNode | int]:
-    """Return the forest without some prefixes: what was below them is below their parents."""
+    """Return the forest without some prefixes: what was below them is below their parents.
+
+    Changes the nodes that it keeps.
+    """
     forest: list[PrefixNode | int] = []
     for member in members:
         if isinstance(member, PrefixNode):
@@ -207,7 +211,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def _sort(members: list[PrefixNode | int], prompts: Mapping[int, Prompt]) -> None:
+def _sort(members: list[PrefixNode | int], prompts: Sequence[Prompt]) -> None:
     """Sort by length, longest first: neighbours share cache blocks, and what does not fit shows
     early.
     """

@@ -6,27 +6,24 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain
+from dataclasses import dataclass, replace
+from itertools import chain
 from operator import index
+from typing import NamedTuple
 
 from flexgen_helm.errors import ContextLengthError, RequestError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import SchedulerLimits
-from flexgen_helm.planner.run_plan import RunSize
+from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.schedules import Schedule
-from flexgen_helm.planner.workload import Workload
-from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scheduling.prefix_tree import (
     PrefixCostModel,
     PrefixNode,
     Prompt,
     plan_prefixes,
-    prefixes_of,
+    with_numbers,
 )
-from flexgen_helm.scheduling.sequence import AnswerLengths, Request, Sequence, SequenceKind
-from flexgen_helm.tiers import LONG_ANSWER_TOKENS, PREFILL_LANES
+from flexgen_helm.scheduling.sequence import Request, Sequence, SequenceKind
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -97,115 +94,37 @@ def shared_prefixes(
     by_completion: continuations of one prompt cannot attend to the cache of all of it, so each
         completion is a user of its own; the request's index then occurs as often.
     """
-    prompts, numbers = [], []
-    for number, request in enumerate(requests):
+    prompts, indices = [], []
+    for index_of_request, request in enumerate(requests):
         asked = request.request
-        unfinished = len(request.unfinished)
+        num_unfinished = len(request.unfinished)
         # nothing follows: the last one is not fed
-        fed = request.tokens if unfinished else request.tokens[:-1]
-        prompt = Prompt(fed, asked.echo_logprobs, max(0, asked.max_tokens - 1))
+        fed = request.tokens if num_unfinished else request.tokens[:-1]
+        prompt = Prompt(fed, asked.echo_logprobs, asked.max_fed_tokens)
         # Completions that were interrupted are prompts of their own.
-        apart = request.num_resumed or (by_completion and asked.max_tokens > 1)
-        count = max(1, unfinished) if apart else 1
+        apart = request.num_resumed or (by_completion and asked.max_fed_tokens)
+        count = max(1, num_unfinished) if apart else 1
         prompts += [prompt] * count
-        numbers += [number] * count
-    return plan_prefixes(prompts, cost, numbers)
+        indices += [index_of_request] * count
+    return with_numbers(plan_prefixes(prompts, cost), indices)
 
 
-def run_size(
-    requests: abc.Sequence[Request],
-    cost: PrefixCostModel,
-    with_prefixes: bool,
-    cache_format: CacheFormat | None,
-) -> RunSize:
-    """Return what a plan must know of a run's requests; the arguments are those of
-    `planned_workload`.
+class _Draw(NamedTuple):
+    """Completions that continue one prompt.
+
+    first, num_completions: index of the first, and how many.
+    known_ids: tokens that an interrupted run has drawn of the first.
     """
-    decoded = [request for request in requests if request.request.max_tokens > 1]
-    return RunSize(
-        max(map(_positions, requests), default=1),
-        sum(
-            max(len(request.tokens), request.num_completions) + request.num_resumed
-            for request in requests
-        ),
-        max((request.length_group or 0 for request in requests), default=0),
-        max(map(_positions, decoded), default=0),
-        max((request.request.max_tokens - 1 for request in decoded), default=0),
-        decodes=bool(decoded),
-        workload=planned_workload(requests, cost, with_prefixes, cache_format),
-    )
 
-
-def _positions(request: Request) -> int:
-    """Return the positions of one completion with its prompt."""
-    return len(request.tokens) + max(0, request.request.max_tokens - 1)
-
-
-def planned_workload(
-    requests: abc.Sequence[Request],
-    cost: PrefixCostModel,
-    with_prefixes: bool,
-    cache_format: CacheFormat | None,
-) -> Workload | None:
-    """Return the lengths of all sequences and what they share, as the planner needs them; None
-    without requests.
-
-    Long answers that may end early count with the length that is expected of them.
-    with_prefixes: count shared prefixes, which takes as long as planning them.
-    """
-    lengths = [
-        (max(1, len(request.tokens) + resumed), _expected_output(request, resumed))
-        for request in requests
-        for resumed in [completion.num_resumed for completion in request.completions] or [0]
-    ]
-    if not lengths:
-        return None
-    multiple = 1 if cache_format is None else cache_format.prefix_multiple
-    saved_tokens = 0
-    if with_prefixes and multiple is not None:
-        forest = shared_prefixes(
-            requests, replace(cost, group_tokens=multiple), cache_format is not None
-        )
-        saved_tokens = sum(prefix.saved for prefix in prefixes_of(forest))
-    for request in requests:
-        # its completions share the whole prompt
-        if cache_format is None or request.request.max_tokens <= 1:
-            saved_tokens += (request.num_completions - 1) * len(request.tokens)
-    return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
-
-
-def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Workload:
-    """Return the lengths that all sequences came to; saved_tokens: prompt tokens that were not
-    computed.
-    """
-    lengths = [
-        (max(1, len(request.tokens) + resumed), max(1, drawn - resumed))
-        for request in requests
-        for drawn, resumed in [(c.num_drawn, c.num_resumed) for c in request.completions]
-        or [(0, 0)]
-    ]
-    return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
-
-
-def _scored_tokens(requests: abc.Sequence[Request], saved_tokens: int) -> int:
-    """Return how many prompt tokens pass the head: once a request, and once for all that share a
-    beginning.
-    """
-    scored = sum(
-        max(0, len(request.tokens) - 1) for request in requests if request.request.echo_logprobs
-    )
-    total = sum(len(request.tokens) for request in requests)
-    by_completions = sum(
-        (request.num_completions - 1) * len(request.tokens) for request in requests
-    )
-    shared = max(0, saved_tokens - max(0, by_completions))
-    return round(scored * max(0.0, 1 - shared / total)) if scored else 0
+    first: int
+    num_completions: int
+    known_ids: list[int]
 
 
 def make_sequences(
     request: Request, prefixes: tuple[Sequence, ...], limits: SchedulerLimits, shares_prompts: bool
 ) -> list[Sequence]:
-    """Return the sequences of one request behind its shared prefixes.
+    """Return the sequences of one request behind its shared prefixes; the request learns of them.
 
     Several completions continue one prompt's cache. Those that do not fit at once are split over
     several sequences of the prompt, each of which computes it anew. One that was interrupted has
@@ -215,47 +134,55 @@ def make_sequences(
         computes the prompt.
     Raises `RequestError` where not even one completion fits.
     """
-    asked, start = request.request, sum(prefix.prompt_len for prefix in prefixes)
-    tokens = request.tokens[start:]
-    steps, completions = max(0, asked.max_tokens - 1), request.num_completions
+    asked, num_completions = request.request, request.num_completions
     at_once = _completions_at_once(request, len(prefixes), limits, shares_prompts)
-    branches = at_once > 1
-    if steps or request.num_resumed:
-        draws = [
-            (first, min(at_once, completions - first)) for first in request.unfinished[::at_once]
-        ]
-    else:
-        draws = [(0, completions)] if asked.max_tokens else []
-    known = [request.completions[first].ids for first, _ in draws]
+    draws: list[_Draw] = []
+    if asked.max_fed_tokens or request.num_resumed:
+        for first in request.unfinished[::at_once]:
+            draw_count = min(at_once, num_completions - first)
+            draws.append(_Draw(first, draw_count, request.completions[first].ids))
+    elif asked.max_tokens:
+        draws.append(_Draw(0, num_completions, request.completions[0].ids))
     prompts = [
-        Sequence(
-            SequenceKind.PROMPT,
-            (request,),
-            [*tokens, *drawn],
-            len(tokens) + len(drawn),
-            start,
-            prefixes,
-            # 1 where it branches: the last token is fed, but what follows it lives in the
-            # continuations.
-            max_new_tokens=1 if branches else num_draws and asked.max_tokens - len(drawn),
-            num_draws=num_draws,
-            first_completion=first,
-            num_continuations=num_draws if branches else 0,
-            continuation_tokens=steps if branches else 0,
-            needs_cache=num_draws > 0 and asked.max_tokens - len(drawn) > 1,
-            needs_scores=asked.echo_logprobs and number == 0,
-            needs_greedy=asked.echo_greedy and number == 0,
-            num_top=asked.top_logprobs,
-            length_group=request.length_group,
-        )
-        for number, ((first, num_draws), drawn) in enumerate(
-            zip(draws, known) if draws else [((0, 0), [])]
-        )
+        _prompt_sequence(request, prefixes, draw, branches=at_once > 1, is_first=number == 0)
+        for number, draw in enumerate(draws or [_Draw(0, 0, [])])
     ]
     request.num_sequences += len(prompts)
     if asked.echo_logprobs:
         request.scored = (*prefixes, prompts[0])
     return prompts
+
+
+def _prompt_sequence(
+    request: Request, prefixes: tuple[Sequence, ...], draw: _Draw, branches: bool, is_first: bool
+) -> Sequence:
+    """Return the sequence of a prompt.
+
+    branches: its completions are continuations, sequences of their own.
+    is_first: of the request's prompts, which is the one that is scored.
+    """
+    asked, start = request.request, sum(prefix.prompt_len for prefix in prefixes)
+    tokens = [*request.tokens[start:], *draw.known_ids]
+    left = asked.max_tokens - len(draw.known_ids) if draw.num_completions else 0
+    return Sequence(
+        SequenceKind.PROMPT,
+        (request,),
+        tokens,
+        len(tokens),
+        start,
+        prefixes,
+        # 1 where it branches: the last token is fed, but what follows it lives in continuations.
+        max_new_tokens=1 if branches else left,
+        num_draws=draw.num_completions,
+        first_completion=draw.first,
+        num_continuations=draw.num_completions if branches else 0,
+        continuation_tokens=asked.max_fed_tokens if branches else 0,
+        needs_cache=left > 1,
+        needs_scores=asked.echo_logprobs and is_first,
+        needs_greedy=asked.echo_greedy and is_first,
+        num_top=asked.top_logprobs,
+        length_group=request.length_group,
+    )
 
 
 def _completions_at_once(
@@ -266,7 +193,7 @@ def _completions_at_once(
 
     Raises `RequestError` where not even one completion fits.
     """
-    steps, completions = max(0, request.request.max_tokens - 1), request.num_completions
+    steps, completions = request.request.max_fed_tokens, request.num_completions
     room, slots = limits.cache_tokens, 1 + num_prefixes
     needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
     if steps and needed > room:
@@ -279,15 +206,6 @@ def _completions_at_once(
     reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
     have_room = 1 + (room - needed - limits.slot_overhead) // reserved
     return max(1, min(completions, have_room, limits.max_sequences - 1, limits.max_states - slots))
-
-
-def _expected_output(request: Request, num_resumed: int = 0) -> int:
-    most, group = max(1, request.request.max_tokens - num_resumed), request.length_group
-    return (
-        most
-        if (group or 0) <= LONG_ANSWER_TOKENS
-        else round(AnswerLengths().expected_tokens(group, most))
-    )
 
 
 def _require_texts(
@@ -403,66 +321,5 @@ def _identity(request: Request) -> tuple[object, ...]:
     if not asked.temperature:
         asked = replace(asked, top_p=1.0, seed=0)
     ids, stop = tuple(request.tokens), tuple(asked.stop)
-    known = replace(asked, prompt=None, messages=None, prompt_token_ids=ids, stop=stop, drawn=())
-    return known, request.num_context
-
-
-# Lanes of requests, whose passes the ranks of a pipeline compute in turn.
-
-
-def into_lanes(
-    requests: abc.Sequence[Request], limits: SchedulerLimits, num_ranks: int, schedule: Schedule
-) -> tuple[list[list[Request]], SchedulerLimits]:
-    """Return the requests of each lane, and what a pass of one may hold.
-
-    One process alone has no use for several. Otherwise there is a lane for each rank, if each has
-    room for the longest request with a prefix of its own.
-    """
-    if num_ranks == 1:
-        return [[*requests]], limits
-    if schedule.is_single_pass:
-        count = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_states))
-    else:
-        step, slot = 1 + limits.step_overhead, 1 + limits.slot_overhead
-        longest = (
-            max(
-                (len(r.tokens) + max(0, r.request.max_tokens - 1) * step for r in requests),
-                default=0,
-            )
-            + 2 * slot
-        )
-        count = max(
-            1, min(num_ranks, len(requests), limits.cache_tokens // longest, limits.max_sequences)
-        )
-    lane_limits = replace(
-        limits,
-        cache_tokens=limits.cache_tokens // count,
-        max_sequences=max(1, limits.max_sequences // count),
-        max_states=max(1, limits.max_states // count),
-    )
-    return divide(requests, count), lane_limits
-
-
-def divide(requests: abc.Sequence[Request], lanes: int) -> list[list[Request]]:
-    """Return the requests of each lane: about as many tokens, and common beginnings together."""
-    order = sorted(range(len(requests)), key=lambda index: requests[index].tokens)
-    sizes = [len(requests[index].tokens) + requests[index].request.max_tokens for index in order]
-    middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes)]
-    total = max(1, sum(sizes))  # nothing is fed of an empty prompt that is scored
-    # A last request of no size is at the end of the last lane, not behind it.
-    lane_of = {
-        index: min(lanes - 1, int(lanes * middle / total)) for index, middle in zip(order, middles)
-    }
-    return [
-        [request for i, request in enumerate(requests) if lane_of[i] == lane]
-        for lane in range(lanes)
-    ]
-
-
-def common_limits(limits: abc.Sequence[SchedulerLimits]) -> SchedulerLimits:
-    """Return limits within which a pass fits on every rank; limits: of each rank."""
-    common = {}
-    for field in fields(SchedulerLimits):
-        pick = max if field.name.endswith("_overhead") else min
-        common[field.name] = pick(getattr(rank, field.name) for rank in limits)
-    return SchedulerLimits(**common)
+    content = replace(asked, prompt=None, messages=None, prompt_token_ids=ids, stop=stop, drawn=())
+    return content, request.num_context

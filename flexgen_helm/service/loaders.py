@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flexgen_helm.checkpoint import names
+from flexgen_helm.checkpoint import names, suffixes
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.service.models import ModelArguments
 
@@ -38,7 +38,7 @@ class EngineLoader:
         from flexgen_helm.engine.engine import Engine
 
         return Engine.from_config(
-            model.path, model.engine_key.config, name=names.base_name(model.name)
+            model.path, model.engine_key.config, name=suffixes.base_name(model.name)
         )
 
     def fingerprint(self, model: ModelArguments) -> str | None:
@@ -74,7 +74,9 @@ class ClusterLoader(EngineLoader):
         self._session.connect()
         config = model.engine_key.config
         config = replace(config, device=self._session.device(config.device))
-        to_load = ModelToLoad(model.path, config, names.base_name(model.name)).with_absolute_paths()
+        to_load = ModelToLoad(
+            model.path, config, suffixes.base_name(model.name)
+        ).with_absolute_paths()
         return ClusterEngine(to_load, self._session)
 
     def fingerprint(self, model: ModelArguments) -> None:

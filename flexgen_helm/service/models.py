@@ -11,10 +11,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_helm.checkpoint import names
-from flexgen_helm.checkpoint.fetch import fetch, local_weights
+from flexgen_helm.checkpoint import names, suffixes
+from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
+from flexgen_helm.checkpoint.local_files import local_weights
 from flexgen_helm.concurrency import single_flight
 from flexgen_helm.config import PROMPT_OPTIONS, EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
@@ -106,12 +107,12 @@ def read_facts(model: ModelArguments) -> ModelFacts:
     else:
         path = fetch_model(model)
         if path.is_dir():
-            config = read_config(path)[1]
+            config = read_config(path).config
         else:
             from flexgen_helm.checkpoint.open import open_checkpoint
 
             config = open_checkpoint(path).config
-    named = replace(resolved, name=names.base_name(model.name))
+    named = replace(resolved, name=suffixes.base_name(model.name))
     return ModelFacts(
         model.name, config.max_positions, config.num_parameters, named.is_instruct, named.is_base
     )

@@ -49,10 +49,10 @@ def _chain(signal_number: int, interrupt: Callable[[], None]) -> None:
         else:  # SIG_DFL would end the process without its last words
             raise KeyboardInterrupt
 
-    signal.signal(signal_number, ours(handler))
+    signal.signal(signal_number, dropped_in_forks(handler))
 
 
-def ours(handler: Handler) -> Handler:
+def dropped_in_forks(handler: Handler) -> Handler:
     """Mark a handler as one that a fork of this process shall not have."""
     handler.flexgen_helm = True  # type: ignore[attr-defined]
     return handler

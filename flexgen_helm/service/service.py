@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
@@ -60,24 +60,33 @@ class KeyedRequest:
     key: str
 
 
-def request_key(r: GenerationRequest, chat: str | None = None) -> str:
+def request_key(request: GenerationRequest, chat: str | None = None) -> str:
     """Return the digest of a request.
 
     chat: identity of the chat format that rendered it, which decides how its model thinks.
     """
-    ids, stop = () if r.prompt_token_ids is None else tuple(r.prompt_token_ids), tuple(r.stop)
-    parts = [ids, r.max_tokens, r.temperature, r.top_p, r.seed, stop, r.n, r.echo_logprobs]
+    ids = request.prompt_token_ids
+    parts = [
+        () if ids is None else tuple(ids),
+        request.max_tokens,
+        request.temperature,
+        request.top_p,
+        request.seed,
+        tuple(request.stop),
+        request.n,
+        request.echo_logprobs,
+    ]
     parts += [] if chat is None else [chat]
     # Left out where they have their defaults, so that keys of 0.1.0 stay valid.
     newer = [
-        r.prompt,
-        r.messages and [*map(dict, r.messages)],
-        r.ignore_eos,
-        r.thinking if chat is None else None,
+        request.prompt,
+        request.messages and [*map(dict, request.messages)],
+        request.ignore_eos,
+        request.thinking if chat is None else None,
     ]
     parts += [newer] if newer != [None, None, False, None] else []
-    parts += ["echo_greedy"] if r.echo_greedy else []
-    parts += ["top_logprobs", r.top_logprobs] if r.top_logprobs else []
+    parts += ["echo_greedy"] if request.echo_greedy else []
+    parts += ["top_logprobs", request.top_logprobs] if request.top_logprobs else []
     return hashlib.sha256(json.dumps(parts, default=_plain).encode()).hexdigest()
 
 
@@ -135,6 +144,17 @@ class Job:
     @property
     def has_failed(self) -> bool:
         return self.future.done() and self.future.exception() is not None
+
+
+class _Work(NamedTuple):
+    """What the worker does next: compute the jobs of a model, or preload it where there are none.
+
+    use_cache: whether the response cache may be asked.
+    """
+
+    model: ModelArguments
+    use_cache: bool
+    jobs: list[Job]
 
 
 class SubmittedBlock:
@@ -214,7 +234,7 @@ class Service:
         self._interrupted = threading.Event()
         self._is_closing, self._close_by = False, 0.0
         self._ended = threading.Event()  # of the worker
-        self._to_preload: tuple[ModelArguments, bool] | None = None
+        self._to_preload: _Work | None = None
         self._preloaded: set[ModelArguments] = set()
         self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
 
@@ -235,7 +255,7 @@ class Service:
             # in the caller's thread: it imports while the worker loads
             self._loader.import_modules(model)
         with self._changed:
-            self._to_preload = model, use_cache
+            self._to_preload = _Work(model, use_cache, [])
             self._wake_worker()
 
     def submit(
@@ -407,18 +427,15 @@ class Service:
         if self._jobs.get(job.identity) is job:
             del self._jobs[job.identity]
 
-    def _next_work(self) -> tuple[ModelArguments, bool, list[Job]] | None:
+    def _next_work(self) -> _Work | None:
         """Wait for jobs of one model (of the loaded one first), or for a model to preload; None
         when closing.
-
-        Returns the model, whether it may use the response cache, and its jobs; none of a model to
-        preload.
         """
         with self._changed:
             while not self._is_closing:
                 to_preload, self._to_preload = self._to_preload, None
                 if to_preload is not None and self._engine is None and not self._queue:
-                    return *to_preload, []
+                    return to_preload
                 if self._interrupted.is_set():
                     self._changed.wait(WAIT_SLICE_S)
                 elif self._queue and (delay := self._flush_at - time.monotonic()) > 0:
@@ -429,7 +446,7 @@ class Service:
                     self._changed.wait()
         return None
 
-    def _take_block(self) -> tuple[ModelArguments, bool, list[Job]]:
+    def _take_block(self) -> _Work:
         loaded = self._engine[0] if self._engine else None
         keys = [job.model.engine_key for job in self._queue]
         key = loaded if loaded in keys else keys[0]
@@ -437,7 +454,7 @@ class Service:
         self._queue = [job for job in self._queue if job.model.engine_key != key]
         for job in block:
             job.is_started = True
-        return block[0].model, any(job.use_cache for job in block), block
+        return _Work(block[0].model, any(job.use_cache for job in block), block)
 
     # The worker's thread
 
@@ -447,7 +464,7 @@ class Service:
                 self._serve(*work)
             # the waiting threads must get it, and this thread must live on
             except BaseException as error:
-                self._fail(work[2], error)
+                self._fail(work.jobs, error)
         try:
             self._evict()
             self._loader.close()

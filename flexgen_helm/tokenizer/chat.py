@@ -104,14 +104,13 @@ class ChatFormat:
         """Return what the engine must know of a rendered prompt; None for a model that does not
         think.
         """
-        known = self.thinking_format
-        if known is None:
+        outside = self.thinking_format
+        if outside is None:
             return None
         # What the template writes behind the last turn: a turn itself may speak of <think>.
         ending = self._ending if self._ending and text.endswith(self._ending) else text
-        return replace(
-            known, begins_inside=ending.rfind(known.marks.begin) > ending.rfind(known.marks.end)
-        )
+        begin, end, *_ = outside.marks
+        return replace(outside, begins_inside=ending.rfind(begin) > ending.rfind(end))
 
     def describe(self, model: str) -> str:
         """Return the decision as a sentence without its full stop; model: the name in it."""
@@ -158,28 +157,28 @@ class ChatFormat:
         turn = self._behind_trial(_TRIAL_TURN)
         before, _, rest = turn.partition(_THOUGHT)
         between, is_answered, _ = rest.partition(_ANSWER)
-        seen = f"{self.tokenizer.chat_template}{turn}"
+        written = f"{self.tokenizer.chat_template}{turn}"
 
-        def known(pairs: Sequence[tuple[str, str]], index: int) -> list[tuple[str, str]]:
-            """Return the pairs of which template or vocabulary have one, those of the template
-            first.
+        def used(pairs: Sequence[tuple[str, str]], index: int) -> list[tuple[str, str]]:
+            """Return the pairs whose mark `index` the template writes, then those of which it is
+            one token.
             """
-            alone = [
-                p
-                for p in pairs
-                if len(self.tokenizer.encode(p[index], add_special_tokens=False)) == 1
+            are_tokens = [
+                pair
+                for pair in pairs
+                if len(self.tokenizer.encode(pair[index], add_special_tokens=False)) == 1
             ]
-            return [*(pair for pair in pairs if pair[index] in seen), *alone]
+            return [*(pair for pair in pairs if pair[index] in written), *are_tokens]
 
-        # Marks of no known kind are read off the turn.
-        read = (
+        # Marks that are not known are read off the turn.
+        from_turn = (
             (before.removeprefix(self._ending) or before).strip(),
             is_answered and between.strip(),
         )
-        pairs = known(MARKS, 1) + [read] * all(read)
+        pairs = used(MARKS, 1) + [from_turn] * all(from_turn)
         if not pairs:
             return None
-        marks = ThinkingMarks(*pairs[0], *[*known(WRAPPERS, 0), ("", "")][0])
+        marks = ThinkingMarks(*pairs[0], *[*used(WRAPPERS, 0), ("", "")][0])
         end = between if marks.end in between and marks.end != "</think>" else f"\n{marks.end}\n\n"
         end_ids = tuple(self.tokenizer.encode(end, add_special_tokens=False))
         return ThinkingFormat(False, self.options.thinking_budget, end_ids, marks)

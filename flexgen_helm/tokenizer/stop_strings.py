@@ -46,17 +46,6 @@ class StopMatcher:
     length.
     """
 
-    __slots__ = (
-        "_cut",
-        "_data",
-        "_reach",
-        "_starts",
-        "_stops",
-        "_thinking",
-        "_token_bytes",
-        "_token_ids",
-    )
-
     def __init__(
         self,
         token_bytes: Callable[[int], bytes],

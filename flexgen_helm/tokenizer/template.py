@@ -50,7 +50,7 @@ def render(
     chat = [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]
-    told = _told.set(date)
+    token = _template_date.set(date)
     try:
         if "strftime_now" in template and function([chat], chat_template=_DAY)[0] != [
             date.strftime("%Y-%m-%d")
@@ -69,12 +69,12 @@ def render(
             f"the checkpoint's chat template refuses these messages: {error}"
         ) from error
     finally:
-        _told.reset(told)
+        _template_date.reset(token)
     return str(texts[0])
 
 
 # The date that templates get in this thread; a template that says it.
-_told: ContextVar[datetime | None] = ContextVar("told", default=None)
+_template_date: ContextVar[datetime | None] = ContextVar("template_date", default=None)
 _DAY = "{{ strftime_now('%Y-%m-%d') }}"
 
 
@@ -85,7 +85,7 @@ class _Clock(datetime):
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
-        return _told.get() or datetime.now(tz)
+        return _template_date.get() or datetime.now(tz)
 
 
 def _date(text: Any) -> datetime:

@@ -54,14 +54,12 @@ class ThinkingTracker:
     While a completion may still become `<think>` they wait.
     """
 
-    __slots__ = ("_at", "_begin", "_end", "_opening", "_reach", "_stage", "num_thinking_tokens")
-
     def __init__(self, thinking: ThinkingFormat) -> None:
         self._begin, end, self._opening, _ = (mark.encode() for mark in thinking.marks)
         self._end, self._reach = _pattern(end), len(end) + _FORMAT_BYTES
         self._stage: Literal["undecided", "thinking", "after", "answer"]
         self._stage = "thinking" if thinking.begins_inside else "undecided"
-        self._at = 0  # from where on to search, and in the end where the answer begins
+        self._search_from = 0  # from where on to search, and in the end where the answer begins
         self.num_thinking_tokens = 0
 
     @property
@@ -71,28 +69,32 @@ class ThinkingTracker:
     @property
     def answer_start(self) -> int | None:
         """The byte from which stop strings count; None before."""
-        return self._at if self._stage == "answer" else None
+        return self._search_from if self._stage == "answer" else None
 
     def push(self, data: bytearray) -> None:
         """Look at the bytes so far, after each token."""
         self.num_thinking_tokens += self.is_thinking
         if self._stage == "undecided":
             text = bytes(data).lstrip()
-            if text.startswith(self._begin):  # with which an end may begin
-                self._stage, self._at = "thinking", len(data) - len(text)
+            if text.startswith(self._begin):
+                # An end mark may begin with the begin mark (`<|channel|>`), so the search starts at
+                # the latter.
+                self._stage, self._search_from = "thinking", len(data) - len(text)
             elif not self._begin.startswith(text):
                 self._stage = "answer"
         if self._stage == "thinking":
-            end = self._end.search(data, self._at)
-            # A later search finds an end that is cut in two now.
-            self._at = end.end() if end else max(self._at, len(data) - self._reach)
+            end = self._end.search(data, self._search_from)
+            # The next search begins where an end that is here in part may begin.
+            self._search_from = (
+                end.end() if end else max(self._search_from, len(data) - self._reach)
+            )
             if end:
                 self._stage = "after"
         if self._stage == "after":
-            text = bytes(data[self._at :]).lstrip()
+            text = bytes(data[self._search_from :]).lstrip()
             if self._opening and text.startswith(self._opening):
                 text, self._opening = text.removeprefix(self._opening).lstrip(), b""
-            self._at = len(data) - len(text)
+            self._search_from = len(data) - len(text)
             if not self._opening.startswith(text):
                 self._stage = "answer"
 
@@ -105,21 +107,18 @@ class ThinkingTracker:
 def split_thinking(
     completion: Completion, thinking: ThinkingFormat
 ) -> tuple[str | None, Completion]:
-    """Return the thinking of a completion and its answer; (None, completion) if there is no
-    thinking.
+    """Return the thinking of a completion and its answer; None and the completion without thinking.
 
     Thinking that has no end leaves an empty answer. An end without a beginning makes what precedes
     it thinking: some models begin inside thinking though their templates do not say so.
     """
     begin, end, opening, closing = (mark.encode() for mark in thinking.marks)
-    pieces = [helm_bytes(token) for token in completion.tokens]
-    data = b"".join(pieces)
-    text = data.lstrip()
-    start = len(data) - len(text) + len(begin) if text.startswith(begin) else 0
+    data = b"".join(map(helm_bytes, completion.tokens))
+    start = _behind_mark(data, begin)
     thought, answer = None, data
-    if ended := _pattern(end).search(data):
-        thought = _text(data[start : ended.start()]).removeprefix("\n").removesuffix("\n")
-        answer = data[ended.end() :].lstrip(b"\n")
+    if end_mark := _pattern(end).search(data):
+        thought = _text(data[start : end_mark.start()]).removeprefix("\n").removesuffix("\n")
+        answer = data[end_mark.end() :].lstrip(b"\n")
     elif thinking.begins_inside or start:
         thought, answer = _text(data[start:]).removeprefix("\n"), b""
     if opening and answer.lstrip().startswith(opening):
@@ -127,20 +126,31 @@ def split_thinking(
     first = len(data) - len(answer)
     if closing and answer.rstrip().endswith(closing):
         answer = answer.rstrip().removesuffix(closing).rstrip(b"\n")
-    last = first + len(answer)
-    if last - first == len(data):
+    if len(answer) == len(data):
         return thought, completion
-    borders = [0, *accumulate(map(len, pieces))]
+    return thought, _cut_tokens(completion, first, first + len(answer))
+
+
+def _cut_tokens(completion: Completion, first: int, last: int) -> Completion:
+    r"""Return the bytes from `first` up to `last` of a completion, and the tokens that have them.
+
+    tokens     <think> hm </think> \nPar is
+    borders   0       7  9        17    21 23
+    kept                          [          )      first 18, last 23
+    """
+    pieces = [helm_bytes(token) for token in completion.tokens]
+    data, borders = b"".join(pieces), [0, *accumulate(map(len, pieces))]
     kept = slice(
-        bisect_right(borders, first, 1) - 1,
+        bisect_right(borders, first) - 1,
+        # Tokens without bytes at the very end are the answer's.
         bisect_left(borders, last) if last < len(data) else None,
     )
     cut = [
         helm_text(data[max(start, first) : min(stop, last)]) for start, stop in pairwise(borders)
     ]
-    return thought, replace(
+    return replace(
         completion,
-        text=_text(answer),
+        text=_text(data[first:last]),
         tokens=tuple(cut[kept]),
         token_ids=completion.token_ids[kept],
         logprobs=completion.logprobs[kept],
@@ -150,13 +160,22 @@ def split_thinking(
 
 def is_unfinished(completion: Completion, thinking: ThinkingFormat) -> bool:
     """Whether a completion ended while the model was still thinking."""
-    is_ended = _pattern(thinking.marks.end.encode()).search(completion.text.encode())
-    return not is_ended and split_thinking(completion, thinking)[0] is not None
+    begin, end, *_ = (mark.encode() for mark in thinking.marks)
+    data = completion.text.encode()
+    has_begun = thinking.begins_inside or _behind_mark(data, begin) > 0
+    return has_begun and not _pattern(end).search(data)
+
+
+def _behind_mark(data: bytes, begin: bytes) -> int:
+    """Return where the text behind a first mark begins; 0 without the mark."""
+    text = data.lstrip()
+    return len(data) - len(text) + len(begin) if text.startswith(begin) else 0
 
 
 def _pattern(end: bytes) -> re.Pattern[bytes]:
-    """Return what ends thinking: <|channel|>final<|message|> as <|channel|>final
-    <|constrain|>json<|message|> too.
+    """Return what finds the end of thinking.
+
+    <|channel|>final<|message|> also as <|channel|>final <|constrain|>json<|message|>.
     """
     head, bar, tail = end.partition(b"<|message|>")
     return re.compile(re.escape(head) + _FORMAT * bool(bar) + re.escape(bar + tail))

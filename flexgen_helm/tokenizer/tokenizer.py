@@ -80,10 +80,12 @@ class Tokenizer:
             backend.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
         #   default   [gMASK] <sop> a </s>      plain   a
-        begin = next(
-            at for at in range(len(default), -1, -1) if default[at : at + len(plain)] == plain
+        text_begin = next(
+            index
+            for index in range(len(default), -1, -1)
+            if default[index : index + len(plain)] == plain
         )
-        self.prefix = tuple(default[:begin])
+        self.prefix = tuple(default[:text_begin])
         self.bos_id = next(iter(self.prefix), None) if bos_id is None else bos_id
         self.bos_text = None if self.bos_id is None else backend.id_to_token(self.bos_id)
         self.eos_ids = frozenset(eos_ids) | (frozenset() if eos_id is None else {eos_id})

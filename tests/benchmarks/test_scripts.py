@@ -2,14 +2,10 @@
 left.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +47,7 @@ def in_this_process(monkeypatch):
     )
 
 
-def stored(result: dict[str, Any], out: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def stored(result, out):
     """Return a result as it is stored, and its rows by label."""
     report(result, out)
     result = json.loads(out.read_text())
@@ -100,30 +96,6 @@ def test_offload(tiny, tmp_path, monkeypatch, in_this_process, small_ring):
     labels = ("fp16, behind 0.25 GB/s", "4bit, behind 0.25 GB/s")
     assert ratios["packed_link"] == found[labels[0]]["median"] / found[labels[1]]["median"]
     assert "Accelerate is left out: left out by the test" in result["notes"]
-
-
-def test_accelerate_is_compared_at_a_size_and_at_the_best(monkeypatch, tmp_path):
-    """Without the sides: what lacked memory is a note."""
-    seconds = {("ours", 4): 1.0, ("ours", 48): 4.0, ("accelerate", 4): 8.0}
-
-    def run(workload, scratch, side, rows):
-        if (side, rows) not in seconds:
-            raise peers.ProcessKilled("ended by signal 9")
-        return {"latency_s": seconds[side, rows], "output_tokens": rows, "resident_bytes": 1}
-
-    for name, function in (("_run", run), ("memory_group", nullcontext)):
-        monkeypatch.setattr(peers, name, function)
-    monkeypatch.setattr(peers, "in_own_process", lambda *given: None)
-    monkeypatch.setattr(accelerate_task, "missing", lambda: None)
-    result = {"rows": [], "ratios": {}, "notes": []}
-    peers.measure(offload.Workload(peer_rows=(4, 48), repeats=1), tmp_path, result)
-    assert result["ratios"] == {"accelerate_at_batch_4": 8.0, "accelerate_at_best_batch": 12 / 0.5}
-    assert [row["label"] for row in result["rows"]] == [
-        "ours x 4 in a group",
-        "accelerate x 4 in a group",
-        "ours x 48 in a group",
-    ]
-    assert result["notes"] == ["accelerate, 48 rows: ended by signal 9, for lack of memory"]
 
 
 def test_policy(tmp_path, monkeypatch):
@@ -376,20 +348,3 @@ def test_tables_agree_with_the_paper_as_far_as_their_notes_say():
         assert row["paper"] * 0.4 <= row["predicted"] <= row["paper"], row
     shares = [row["predicted"] for row in found["breakdown"] if row["label"].endswith("all parts")]
     assert shares == pytest.approx([1, 1], abs=0.05)
-
-
-def test_tables_have_no_measurements_where_results_are_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    assert {
-        row["measured"] for row in rows.throughput() + rows.techniques() + rows.mixed_lengths()
-    } == {None}
-    (tmp_path / "gpu_x.json").write_text(
-        json.dumps(
-            {
-                "date": "2026-11-01",
-                "hardware": {"device": "X"},
-                "rows": [{"label": "opt", "tokens_per_s": 1234.5}],
-            }
-        )
-    )
-    assert rows.throughput()[-1] == rows.row("X: opt", measured=1234.0)

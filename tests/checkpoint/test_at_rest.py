@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flexgen_helm.checkpoint.fetch import bytes_by_type
-from flexgen_helm.checkpoint.names import original_of
+from flexgen_helm.checkpoint.known_names import original_of
+from flexgen_helm.checkpoint.local_files import bytes_by_type
 from tests.helpers.gguf_files import SMALL_TOKENIZER, Kind, write_gguf
 from tests.helpers.model_folders import write_weights
 from tests.helpers.quantized_sets import FORMATS

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from safetensors.torch import load_file
 
 from flexgen_helm import cli
 from flexgen_helm.checkpoint import convert as module
-from flexgen_helm.checkpoint import fingerprint
 from flexgen_helm.checkpoint.convert import convert
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import PICKLE, PICKLE_INDEX
@@ -517,26 +515,6 @@ def test_damage_is_refused_when_opening(folder, name, change):
         open_checkpoint(done).verify()
     if is_whole:  # an unusable manifest is made anew
         open_checkpoint(convert(folder).path).verify()
-
-
-def test_files_are_hashed_at_the_first_load_only(folder, monkeypatch):
-    done = convert(folder, shard_bytes=2000).path
-    age(done)
-    monkeypatch.setattr(fingerprint, "_SMALL", 0)
-    hashed, honest = set(), fingerprint.hash_file
-    monkeypatch.setattr(fingerprint, "hash_file", lambda path: hashed.add(path) or honest(path))
-    shards = sorted(done.glob("*.safetensors"))
-
-    def load(**dates):
-        hashed.clear()
-        assert open_checkpoint(done).tensor("head.norm.weight").isfinite().all()
-        return sorted(hashed & {*shards})
-
-    assert (load(), load()) == (shards, [])
-    os.utime(shards[0], (time.time() - 30, time.time() - 30))
-    assert load() == shards[:1], "another date, another look"
-    open_checkpoint(done).verify()
-    assert hashed >= {*shards}, "verify looks again"
 
 
 # --- the hub --------------------------------------------------------------------------------------

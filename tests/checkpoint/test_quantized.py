@@ -483,7 +483,7 @@ def test_zero_points_that_are_not_symmetric_are_refused_where_they_should_be(tmp
     stored = {f"a.{name}": part for name, part in parts.items()}
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
     tensor = read_tensors(tmp_path / "w", stored, config)["a.weight"]
-    for read in (lambda: read_whole(tensor), tensor.published.lay_out):
+    for read in (lambda: read_whole(tensor), tensor.published.open_rows):
         with pytest.raises(
             CheckpointError,
             match=(r"a\.qzeros has zero points from \d+ to 14, but 'sym' .* means 8"),

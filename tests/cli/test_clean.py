@@ -1,16 +1,11 @@
 """`flexgen-helm clean`: what is listed, and that only what is named and unused goes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +21,7 @@ REST, HALF_REMOVED = "converted/org--repo/.0123.partial", "models/.m.removed"
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A home with one of each kind, and with what is not to be listed."""
     home = tmp_path / "home"
     monkeypatch.setenv("FLEXGEN_HELM_HOME", str(home))
@@ -52,12 +47,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def clean(capsys: pytest.CaptureFixture[str], *arguments: str, expect: int = 0) -> dict[str, Any]:
+def clean(capsys, *arguments, expect=0):
     assert cli.main(["clean", *arguments, "--json"]) == expect
     return {item["name"]: item for item in json.loads(capsys.readouterr().out)["items"]}
 
 
-def files(home: Path) -> set[str]:
+def files(home):
     return {
         str(path.relative_to(home))
         for path in home.rglob("*")
@@ -65,9 +60,7 @@ def files(home: Path) -> set[str]:
     }
 
 
-def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_everything_that_can_be_made_again_is_listed_and_nothing_else(home, capsys):
     before = files(home)
     items = clean(capsys)
     assert set(items) == {WEIGHTS, CONVERSION, ANSWERS, DEAD, REST, HALF_REMOVED, "models/tiny"}
@@ -79,9 +72,7 @@ def test_everything_that_can_be_made_again_is_listed_and_nothing_else(
     assert WEIGHTS in said.out and "today" in said.out and "7 items" in said.err
 
 
-def test_only_what_is_named_goes_and_only_with_yes(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_is_named_goes_and_only_with_yes(home, capsys):
     before = files(home)
     assert set(clean(capsys, "offload/*")) == {WEIGHTS, DEAD}
     assert files(home) == before
@@ -93,7 +84,7 @@ def test_only_what_is_named_goes_and_only_with_yes(
     assert (home.parent / "elsewhere").is_dir() and (home / "hashes.json").is_file()
 
 
-def test_wrong_usage_removes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_removes_nothing(home, capsys):
     before = files(home)
     assert cli.main(["clean", "--yes"]) == 2
     assert "name it" in capsys.readouterr().err
@@ -103,7 +94,7 @@ def test_wrong_usage_removes_nothing(home: Path, capsys: pytest.CaptureFixture[s
     assert files(home) == before
 
 
-def test_age_is_that_of_the_last_use(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_age_is_that_of_the_last_use(home, capsys):
     month_ago = time.time() - 30 * 86_400
     for name in (ANSWERS, f"{WEIGHTS}/file", f"{CONVERSION}/file"):
         os.utime(home / name, (month_ago, month_ago))
@@ -118,7 +109,7 @@ def test_age_is_that_of_the_last_use(home: Path, capsys: pytest.CaptureFixture[s
 
 
 @contextmanager
-def answers_are_open(home: Path) -> Iterator[None]:
+def answers_are_open(home):
     """In another process that holds no lock: what it would write next would be lost."""
     code = (
         "import sqlite3, sys\nconnection = sqlite3.connect(sys.argv[1])\n"
@@ -134,7 +125,7 @@ def answers_are_open(home: Path) -> Iterator[None]:
 
 
 @contextmanager
-def an_engine_runs(home: Path) -> Iterator[None]:
+def an_engine_runs(home):
     directory = OffloadDirectory(home / "offload")
     try:
         yield
@@ -143,7 +134,7 @@ def an_engine_runs(home: Path) -> Iterator[None]:
 
 
 @contextmanager
-def a_conversion_runs(home: Path) -> Iterator[None]:
+def a_conversion_runs(home):
     with sole_writer(home / CONVERSION, "-o"):
         yield
 
@@ -152,9 +143,7 @@ USES = {answers_are_open: ANSWERS, an_engine_runs: WEIGHTS, a_conversion_runs: C
 
 
 @pytest.mark.parametrize("use, name", USES.items(), ids=[use.__name__ for use in USES])
-def test_what_a_process_uses_stays(
-    home: Path, capsys: pytest.CaptureFixture[str], use: Any, name: str
-) -> None:
+def test_what_a_process_uses_stays(home, capsys, use, name):
     with use(home):
         assert clean(capsys)[name]["is_in_use"]
         items = clean(capsys, name, "--yes", expect=1)

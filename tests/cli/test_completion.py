@@ -1,14 +1,12 @@
 """Shell completion, by the protocol that bash and zsh use, with the installed command."""
 
-from __future__ import annotations
-
 import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from tests.helpers.console_script import run_script
 
 
-def complete(line: str) -> list[str]:
+def complete(line):
     """What is offered at the end of a command line."""
     done = run_script(
         _FLEXGEN_HELM_COMPLETE="complete_bash",

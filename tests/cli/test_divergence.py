@@ -174,19 +174,6 @@ def test_models_that_cannot_be_compared_are_refused_before_weights_are_read(
     assert cli.main(argv) == 2 and "start divergence without torchrun" in capsys.readouterr().err
 
 
-def test_two_models_are_compared_by_their_names(tiny, tmp_path, monkeypatch, capsys):
-    models = {
-        name: {"path": str(tiny(kind).path)}
-        for name, kind in (("first", "llama"), ("second", "qwen2"))
-    }
-    monkeypatch.setenv("FLEXGEN_HELM_MODELS", str(tmp_path / "models.json"))
-    (tmp_path / "models.json").write_text(json.dumps(models))
-    argv = command(tiny("llama"), tmp_path, "--json")
-    assert cli.main(["divergence", "flexgen/first", "second", *argv[2:]]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["precisions"]
-    assert (found["baseline"], found["precision"]) == ("first", "second")
-
-
 @pytest.mark.parametrize("window, max_windows", [(16, 2), (7, None), (96, None)])
 def test_a_perplexity_equals_transformers(tiny, tmp_path, capsys, window, max_windows):
     model = tiny("llama")

@@ -2,12 +2,8 @@
 for it.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from helm.benchmark.presentation.run_entry import read_run_entries
@@ -23,28 +19,26 @@ from tests.helpers.paths import ROOT
 
 
 @pytest.fixture(autouse=True)
-def no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_data(tmp_path, monkeypatch):
     monkeypatch.delenv("FLEXGEN_HELM_DATA", raising=False)
     monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.chdir(tmp_path)
 
 
-def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+def rows(capsys, *arguments):
     capsys.readouterr()
     assert cli.main(["entries", "--json", *arguments]) == 0
     return {row["run_entry"]: row for row in json.loads(capsys.readouterr().out)["entries"]}
 
 
-def with_model(entry: str) -> str:
+def with_model(entry):
     """The entry with its model first, because follow_format_instructions reads the model's tags."""
     name, _, arguments = entry.partition(":")
     return f"{name}:model=flexgen/opt-125m{',' if arguments else ''}{arguments}"
 
 
-def test_helm_can_run_every_entry(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helm_can_run_every_entry(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("helm.benchmark.runner._BENCHMARK_OUTPUT_PATH", str(tmp_path / "output"))
     write_legalbench_settings(tmp_path / "output")
     for entry, row in (rows(capsys) | rows(capsys, "helm_")).items():
@@ -63,7 +57,7 @@ def test_helm_can_run_every_entry(
             assert specs[0].scenario_spec.class_name.startswith("helm.")
 
 
-def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shipped_entry_is_listed(capsys):
     by_default, found = rows(capsys), rows(capsys, "--all")
     leaderboards = {row["source"] for row in found.values()} - {
         row["source"] for row in by_default.values()
@@ -84,9 +78,7 @@ def test_every_shipped_entry_is_listed(capsys: pytest.CaptureFixture[str]) -> No
     assert all(row["source"] == "HELM" for entry, row in found.items() if entry not in shipped)
 
 
-def test_a_new_scenario_of_ours_is_listed_before_it_is_in_a_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_scenario_of_ours_is_listed_before_it_is_in_a_file(capsys, monkeypatch):
     by_default, ours = rows(capsys), run_entries.own_run_specs()
     assert ours and ours <= {entry.partition(":")[0] for entry in by_default}
     monkeypatch.setattr(run_entries, "own_run_specs", lambda: ours | {"brand_new"})
@@ -94,9 +86,7 @@ def test_a_new_scenario_of_ours_is_listed_before_it_is_in_a_file(
     assert added == "brand_new" and rows(capsys)[added]["source"] == "flexgen_helm"
 
 
-def test_data_is_found_where_the_scenarios_look_for_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_is_found_where_the_scenarios_look_for_it(capsys, tmp_path, monkeypatch):
     assert not any(row["is_here"] for row in rows(capsys).values() if row["needs"] != "nothing")
     monkeypatch.setenv(
         "FLEXGEN_HELM_DATA", str(write_data(tmp_path / "data", FAKE_PASSAGES, PAGES))
@@ -149,8 +139,8 @@ def test_data_is_found_where_the_scenarios_look_for_it(
 
 
 def test_entries_are_filtered_and_all_scenarios_have_names(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert set(rows(capsys, "LAMBADA")) == {"lambada:mode=accuracy", "lambada:mode=perplexity"}
     every = rows(capsys, "--all")
     assert len(every) > 250 and every["boolq"]["needs"] == "its own data" and "mmlu" not in every

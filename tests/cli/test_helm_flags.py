@@ -2,10 +2,7 @@
 it is imported.
 """
 
-from __future__ import annotations
-
 import re
-from argparse import ArgumentParser
 
 import pytest
 
@@ -16,9 +13,7 @@ from tests.helpers.console_script import run_script
 from tests.helpers.flags import record_suites
 
 
-def differences(
-    flags: tuple[HelmFlag, ...], parser: ArgumentParser
-) -> dict[str, tuple[object, object]]:
+def differences(flags, parser):
     """What the table and HELM's parser say differently of a flag; () for one that is not there."""
     ours = {
         name: (flag.metavar is not None, flag.nargs, flag.type if flag.metavar else str)

@@ -1,13 +1,9 @@
 """`flexgen-helm models` and `entries`: what they list, and what they need for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,13 +15,12 @@ from flexgen_helm.cli import models as models_command
 from flexgen_helm.cli.models import MachineLimits
 from flexgen_helm.errors import UsageError
 from tests.helpers.paths import ROOT
-from tests.helpers.tiny_models import TinyModel
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_here(tmp_path, monkeypatch):
     """A home without models, no data, no names of the user."""
     for name in ("FLEXGEN_HELM_MODELS", "FLEXGEN_HELM_DATA", "COLUMNS", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
@@ -35,13 +30,13 @@ def nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def listed(capsys, *arguments):
     capsys.readouterr()
     assert cli.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+def rows(capsys, *arguments):
     return {row["name"]: row for row in listed(capsys, "models", *arguments)["models"]}
 
 
@@ -49,7 +44,7 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[
 @pytest.mark.parametrize(
     "arguments", [["models", "opt"], ["entries"], ["models", "qwen", "--json"]]
 )
-def test_they_need_neither_heavy_imports_nor_the_network(arguments: list[str]) -> None:
+def test_they_need_neither_heavy_imports_nor_the_network(arguments):
     code = (
         "import socket, sys\n"
         "def refuse(*arguments, **named): raise OSError('the network was used')\n"
@@ -78,7 +73,7 @@ def test_they_need_neither_heavy_imports_nor_the_network(arguments: list[str]) -
         assert command[:3] == ["flexgen-helm", "run", "-r"] and "model=flexgen/" in command[3]
 
 
-def test_the_whole_catalog_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_catalog_is_listed(capsys):
     found = rows(capsys)
     assert set(found) == set(CATALOG) and list(found)[0] == WHEEL_MODEL
     opt = found["opt-6.7b"]
@@ -104,15 +99,13 @@ def test_the_whole_catalog_is_listed(capsys: pytest.CaptureFixture[str]) -> None
         ("gpt2-*l*", {"gpt2-large", "gpt2-xl"}),
     ],
 )
-def test_a_pattern_is_looked_for_in_three_columns(
-    capsys: pytest.CaptureFixture[str], pattern: str, expected: set[str]
-) -> None:
+def test_a_pattern_is_looked_for_in_three_columns(capsys, pattern, expected):
     assert set(rows(capsys, pattern)) == expected
 
 
 def test_no_match_is_one_sentence_with_the_closest_names(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert cli.main(["models", "opt6.7b"]) == 2
     captured = capsys.readouterr()
     assert (
@@ -125,11 +118,11 @@ def test_no_match_is_one_sentence_with_the_closest_names(
 
 
 def test_what_is_on_this_machine(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    tiny: TinyModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    capsys,
+    tmp_path,
+    tiny,
+    monkeypatch,
+):
     embedded = tmp_path / "home" / "models" / WHEEL_MODEL / GGUF_NAME
     embedded.parent.mkdir(parents=True)
     with embedded.open("wb") as file:
@@ -149,7 +142,7 @@ def test_what_is_on_this_machine(
         f"mine: {tiny('qwen3').path}\nlost: nowhere\nalias: opt-125m\n"
     )
     monkeypatch.setenv("FLEXGEN_HELM_MODELS", "models.yaml")
-    monkeypatch.setattr("flexgen_helm.planner.weight_placement.fit", lambda *_: "in memory")
+    monkeypatch.setattr("flexgen_helm.planner.fit.fit", lambda *_: "in memory")
     found = rows(capsys)
     assert list(found)[:4] == ["mine", "lost", "alias", WHEEL_MODEL]
     here = {name for name, row in found.items() if row["is_here"]}
@@ -168,9 +161,7 @@ def test_what_is_on_this_machine(
     assert not rows(capsys, WHEEL_MODEL)[WHEEL_MODEL]["is_here"]
 
 
-def test_what_fits_is_said_in_words(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fits_is_said_in_words(capsys, monkeypatch):
     machine = MachineLimits(
         {"gpu": 14 * GIB, "cpu": 20 * GIB, "disk": 60 * GIB}, "the GPU has 14 GiB"
     )
@@ -192,9 +183,7 @@ def test_what_fits_is_said_in_words(
     assert "The GPU has 14 GiB" in " ".join(lines)
 
 
-def test_a_gpu_counts_if_the_saved_profile_knows_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_gpu_counts_if_the_saved_profile_knows_it(monkeypatch, tmp_path):
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import SavedProfile, save
     from flexgen_helm.hardware.profile import load_profile

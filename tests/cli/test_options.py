@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from functools import cache
+from inspect import cleandoc
 
 import pytest
 from hypothesis import given
@@ -54,10 +55,27 @@ def test_sizes(text, size):
 
 
 ALL_FLAGS = [
-    "--precision", "4bit", "--policy", "1x1,0,100,0,100,0,100", "--schedule", "row", "--gpu-memory",
-    "1GiB", "--disk", "5B", "--offload-dir", "x", "--device", "sim", "--link", "12,8.5",
-    "--no-overlap", "--no-cpu-attention", "--dummy-weights", "7",
-]  # fmt: skip
+    "--precision",
+    "4bit",
+    "--policy",
+    "1x1,0,100,0,100,0,100",
+    "--schedule",
+    "row",
+    "--gpu-memory",
+    "1GiB",
+    "--disk",
+    "5B",
+    "--offload-dir",
+    "x",
+    "--device",
+    "sim",
+    "--link",
+    "12,8.5",
+    "--no-overlap",
+    "--no-cpu-attention",
+    "--dummy-weights",
+    "7",
+]
 
 
 def test_flags_become_options():
@@ -121,15 +139,15 @@ def test_a_bad_link_is_refused(link):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["nonsense"],
-        ["batch", os.devnull],
-        ["batch", os.devnull, "-o", os.devnull, "--model", "no-such-model"],
-        ["fetch", "no-such-model"],
-        ["models", "--csv"],
+        "nonsense",
+        "batch /dev/null",
+        "batch /dev/null -o /dev/null --model no-such-model",
+        "fetch no-such-model",
+        "models --csv",
     ],
 )
 def test_wrong_usage_is_2_and_one_message_on_stderr(argv, capsys):
-    assert cli.main(argv) == 2
+    assert cli.main(argv.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.strip()
     assert "Traceback" not in captured.err
@@ -284,3 +302,12 @@ def test_what_was_measured_is_printed_even_where_it_cannot_be_written(
         captured.err
         == f"flexgen-helm: {tmp_path} cannot be written: Is a directory; name another with --out\n"
     )
+
+
+def test_examples_can_be_copied_from_80_columns():
+    lines = [
+        line
+        for command in command_line().commands.values()
+        for line in cleandoc(command.help).splitlines()
+    ]
+    assert not [line for line in lines if line.startswith("  ") and len(line) > 77]

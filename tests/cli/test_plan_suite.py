@@ -12,14 +12,13 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.cli import suite_lengths
 from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of
 from flexgen_helm.errors import UsageError
-from flexgen_helm.planner.plan import suite_workload
+from flexgen_helm.planner.suite_plan import suite_workload
 from flexgen_helm.report.paired import instances_needed
 from flexgen_helm.service.models import ModelArguments
 
-MACHINE = (
+MACHINE = [
     "--model",
     "llama-2-70b",
     "--hardware",
@@ -28,11 +27,11 @@ MACHINE = (
     "60GB",
     "--disk",
     "2TB",
-)
+]
 ROOT = Path(__file__).parents[2]
 
 
-def state(prompt: str, reference: str, most: int = 20, **more) -> dict:
+def state(prompt, reference, most=20, **more):
     request = {"model": "flexgen/some", "prompt": prompt, "temperature": 0.0, "num_completions": 1, "max_tokens": most,
                "stop_sequences": ["\n"], "echo_prompt": False}  # fmt: skip
     references = [
@@ -42,9 +41,7 @@ def state(prompt: str, reference: str, most: int = 20, **more) -> dict:
     return {"instance": {"id": prompt, "references": references}, "request": request, **more}
 
 
-def write_run(
-    output: Path, name: str, states: list[dict], inside: str = "dry_run", asked: int = 9
-) -> Path:
+def write_run(output, name, states, inside="dry_run", asked=9):
     file = output / "runs" / "s" / name / inside / "scenario_state.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"request_states": states}))
@@ -145,7 +142,7 @@ def test_tables_name_ranges_and_compare_precisions(width, suite, monkeypatch, ca
 
 def test_a_sample_is_told_before_it_is_drawn(suite, capsys):
     """A share of every entry: that of the time, where a long suite has no beginnings."""
-    words = ["plan", *suite, "--model", "opt-125m", "--hardware", "t4", "--precision", "fp16"]
+    words = ["plan", *suite, *["--model", "opt-125m", "--hardware", "t4", "--precision", "fp16"]]
     cli.main([*words, "--json"])
     whole = json.loads(capsys.readouterr().out)
     assert whole["sample"]["seconds"] == 8 * 3600 and whole["sample"]["share"] == 1.0
@@ -224,9 +221,6 @@ def test_an_entry_finds_its_prompts_by_its_arguments(tmp_path):
         == done.parent / "scenario_state.json"
     )
     assert prompts_of("mmlu:subject=b", made) is None and prompts_of("gsm:stop=none", made) is None
-    from flexgen_helm.plugin.helm_patches import DRY_RUN_FOLDER
-
-    assert suite_lengths.DRY_RUN_FOLDER == DRY_RUN_FOLDER
 
 
 def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
@@ -244,31 +238,31 @@ def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "words, refusal",
     [
-        (("-r", "mmlv:subject=a"), "the scenario 'mmlv' is not known; did you mean mmlu?"),
+        ("-r mmlv:subject=a", "the scenario 'mmlv' is not known; did you mean mmlu?"),
         (
-            ("-c", "runs/accuracy.conf", "-r", "gsm", "-m", "20"),
+            "-c runs/accuracy.conf -r gsm -m 20",
             "a suite's plan counts the requests that HELM has made; make its prompts with "
             "`flexgen-helm run --dry-run -c runs/accuracy.conf -r gsm:model=flexgen/opt-30b -m 20 "
             "--suite planned`, then plan with --suite planned",
         ),
         (
-            ("-c", "nope.conf"),
+            "-c nope.conf",
             "-c nope.conf: there is no such file; shipped are runs/accuracy.conf",
         ),
         (
-            ("-r", "gsm", "--suite", "nope"),
+            "-r gsm --suite nope",
             "there is no suite in benchmark_output/runs/nope; make its prompts with",
         ),
-        (("-r", "gsm", "--gen-len", "3"), "run entries have their own lengths"),
+        ("-r gsm --gen-len 3", "run entries have their own lengths"),
         (
-            ("-m", "5"),
+            "-m 5",
             "-m, --suite, --until and --hours are for run entries; add -c FILE or -r ENTRY",
         ),
     ],
 )
 def test_refusals_are_one_sentence(words, refusal, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    assert cli.main(["plan", "--model", "opt-30b", "--hardware", "t4", *words]) != 0
+    assert cli.main(f"plan --model opt-30b --hardware t4 {words}".split()) != 0
     assert refusal in capsys.readouterr().err
 
 

@@ -1,7 +1,5 @@
 """The flags of `flexgen-helm run` for several machines, refused before anything long begins."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -35,12 +33,12 @@ RUN = ["run", "-r", "simple_mcqa:model=flexgen/opt-125m", "-m", "1"]
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(
-    flags: list[str],
-    installed: bool,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    flags,
+    installed,
+    sentence,
+    monkeypatch,
+    capsys,
+):
     calls = record_suites(monkeypatch)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", "/".ljust(47 - len(str(os.getpid())), "t"))
@@ -50,7 +48,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert calls == []
 
 
-def test_a_gpu_of_other_machines_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_other_machines_need_not_be_here(monkeypatch):
     """Neither the device nor the offload folder is this machine's."""
     import torch
 

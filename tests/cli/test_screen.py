@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 from flexgen_helm.progress import (
     Event,
@@ -13,7 +12,7 @@ from flexgen_helm.progress import (
 )
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
-from tests.helpers.terminal import Session, run_in_terminal
+from tests.helpers.terminal import run_in_terminal
 
 EVENTS = """
 import os, subprocess, sys, time
@@ -47,13 +46,13 @@ print("the end")
 NOISE = ("a bar of HELM", "a warning of HELM", "a child's output", "a library's output")
 
 
-def on_terminal(folder: Path, *arguments: str) -> Session:
+def on_terminal(folder, *arguments):
     return run_in_terminal(
         [*python("plan"), "-c", EVENTS, *arguments], folder, {"PYTHONPATH": str(ROOT)}
     )
 
 
-def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) -> None:
+def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path):
     session = on_terminal(tmp_path, str(tmp_path / "log"))
     assert session.exit_code == 0, session.last
     for text in (
@@ -75,7 +74,7 @@ def test_the_panel_shows_everything_and_others_write_to_the_log(tmp_path: Path) 
     assert all(len(line) <= 100 for _, frame in session.frames for line in frame.splitlines())
 
 
-def test_the_panel_makes_way_for_data(tmp_path: Path) -> None:
+def test_the_panel_makes_way_for_data(tmp_path):
     session = on_terminal(tmp_path)
     assert session.shown("250 of about 1,000 tokens")
     after = [frame for _, frame in session.frames if "data" in frame]
@@ -100,7 +99,7 @@ logging.info("at the end")
 """
 
 
-def test_lines_of_a_logger_stand_above_the_panel(tmp_path: Path) -> None:
+def test_lines_of_a_logger_stand_above_the_panel(tmp_path):
     """It has the stderr from before the panel, as lm-evaluation-harness's."""
     session = run_in_terminal([*python("plan"), "-c", LOGGER], tmp_path, {"PYTHONPATH": str(ROOT)})
     assert session.exit_code == 0, session.last
@@ -110,7 +109,7 @@ def test_lines_of_a_logger_stand_above_the_panel(tmp_path: Path) -> None:
     assert not any(frame.count("flexgen-helm") > 1 for _, frame in session.frames)
 
 
-def test_without_a_terminal_there_are_lines_and_stdout_has_data_only() -> None:
+def test_without_a_terminal_there_are_lines_and_stdout_has_data_only():
     done = subprocess.run(
         [*python("plan"), "-c", EVENTS], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -124,7 +123,7 @@ def test_without_a_terminal_there_are_lines_and_stdout_has_data_only() -> None:
     assert "the machine is busy" in done.stderr
 
 
-def test_a_download_of_another_program_is_watched(tmp_path: Path) -> None:
+def test_a_download_of_another_program_is_watched(tmp_path):
     (tmp_path / "before").write_bytes(bytes(1000))
     seen: list[Event] = []
     write = (
@@ -170,7 +169,7 @@ with screen.Screen(log, ["fp16", "4bit"]):
 """
 
 
-def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path: Path) -> None:
+def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path):
     (tmp_path / "part").mkdir()
     command = [*python("plan"), "-c", PRECISIONS, str(tmp_path / "log"), str(tmp_path / "file")]
     session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)}, columns=60)
@@ -204,7 +203,7 @@ def test_the_panel_shows_the_present_precision_and_phase_alone(tmp_path: Path) -
     )
 
 
-def test_a_dumb_terminal_gets_the_lines_of_a_pipe(tmp_path: Path) -> None:
+def test_a_dumb_terminal_gets_the_lines_of_a_pipe(tmp_path):
     """As in Emacs: nothing can be redrawn, and a whole run would be silent."""
     command = ["env", "TERM=dumb", *python("plan"), "-c", EVENTS, str(tmp_path / "log")]
     session = run_in_terminal(command, tmp_path, {"PYTHONPATH": str(ROOT)})

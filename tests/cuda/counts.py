@@ -13,7 +13,12 @@ from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from tests.helpers.layers import replace_layers
 
 # Copying threads wait for their copies and for the readers of a slot, here and nowhere else.
-COPIES = ("offload/transfer_manager.py", "offload/prefetcher.py", "offload/experts.py")
+COPIES = (
+    "offload/copy_engine.py",
+    "offload/transfer_manager.py",
+    "offload/prefetcher.py",
+    "offload/experts.py",
+)
 
 
 @dataclass
@@ -43,7 +48,7 @@ def counted(device):
     def step(compute, _, batches):
         before = sum(device.kernels.values())
         hidden = compute()
-        if not any(batch.attend.metadata.prompts for batch in batches):
+        if not any(batch.attend.backend.metadata.prompts for batch in batches):
             counts.layers.append(sum(device.kernels.values()) - before)
         return hidden
 

@@ -787,9 +787,9 @@ def _patch(patch, world, is_proved):
 
         transfer = disk.DirectFile._transfer
 
-        def noted(self, call, offset, buffer):
-            world.note_host(buffer, call is disk.os.preadv, "file I/O")
-            transfer(self, call, offset, buffer)
+        def noted(self, is_write, offset, buffer):
+            world.note_host(buffer, not is_write, "file I/O")
+            transfer(self, is_write, offset, buffer)
 
         made = transfer_manager.TransferManager.__init__
 

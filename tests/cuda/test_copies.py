@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flexgen_helm import Engine
-from flexgen_helm.offload import transfer_manager
-from flexgen_helm.offload.transfer_manager import CudaCopyEngine
+from flexgen_helm.offload import copy_engine
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from tests.cuda.engine_runs import LIMITS
 
 
@@ -13,7 +13,7 @@ from tests.cuda.engine_runs import LIMITS
 @pytest.mark.parametrize("view", ["whole", "strided", "transposed"])
 def test_what_exceeds_a_buffer_crosses_in_pieces(cuda_device, monkeypatch, buffer, view):
     """Rows that are longer than the buffer are divided too."""
-    monkeypatch.setattr(transfer_manager, "COPY_BUFFER_BYTES", buffer)
+    monkeypatch.setattr(copy_engine, "COPY_BUFFER_BYTES", buffer)
     engine, memory = CudaCopyEngine(torch.device("cuda")), torch.arange(6.0 * 10 * 8).view(6, 10, 8)
     source = {"whole": memory, "strided": memory[:, 2:9], "transposed": memory.transpose(0, 1)}[
         view

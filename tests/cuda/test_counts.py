@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
+from flexgen_helm import GenerationRequest
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.cuda.counts import check, counted
 from tests.cuda.device import cuda_in_host_memory
@@ -84,6 +85,23 @@ def test_launches_of_a_decode_step(tiny, tmp_path, monkeypatch, name, precision,
     assert min(counts.layers) == launches
     if name in VARIANTS and precision != "4bit-weights":
         assert min(counts.beside) <= OTHERS
+
+
+# Of a decode layer with a 4-bit cache that has quantized groups, and in a step that completes one.
+WITH_GROUPS, COMPLETING = 38, 133
+
+
+def test_launches_of_a_decode_step_behind_quantized_groups(tiny):
+    """Answers to a prompt of 40 tokens, of which every 16th completes a group."""
+    asked = [GenerationRequest(prompt_token_ids=[*range(5, 45)], max_tokens=24, ignore_eos=True)]
+    with cuda_in_host_memory() as device, counted(device) as counts:
+        run(tiny("llama").path, asked, torch.float16, precision="4bit")
+    check(counts)
+    layers = tiny("llama").reference.config.num_hidden_layers
+    steps = [counts.layers[i : i + layers] for i in range(0, len(counts.layers), layers)]
+    # The step of token 40 comes first; tokens 47 and 63 are the last ones of their groups.
+    expected = [COMPLETING if (40 + step) % 16 == 15 else WITH_GROUPS for step in range(23)]
+    assert steps == [[launches] * layers for launches in expected]
 
 
 def test_a_wait_in_a_layer_would_be_counted(tiny, monkeypatch):

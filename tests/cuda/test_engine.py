@@ -220,7 +220,7 @@ def test_what_crosses_the_link_is_pinned(tiny, tmp_path, monkeypatch):
     assert all(moved.values()) and sources and all(sources)
     assert record["hardware"]["host_memory"] == "pinned"
     assert not [
-        line for line in device.pageable_copies if line.startswith("offload/transfer_manager.py")
+        line for line in device.pageable_copies if line.startswith("offload/copy_engine.py")
     ]
     assert not device.registered and device.memory[0].in_use <= 4 * MIB, (
         "freed with the engine, but for small tables"

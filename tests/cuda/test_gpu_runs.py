@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from flexgen_helm.offload.transfer_manager import CudaCopyEngine
+from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from tests.cuda.engine_runs import DISK, HOST, LIMITS, THIRDS, assert_close, requests, run
 from tests.helpers.backend_models import saved
 from tests.helpers.layers import replace_layers

@@ -9,7 +9,7 @@ import torch
 
 from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.offload import transfer_manager
+from flexgen_helm.offload import copy_engine
 from flexgen_helm.progress import Message, observed_by
 from tests.cuda.engine_runs import MIB, assert_close, requests, run
 
@@ -38,7 +38,7 @@ def test_engines_of_a_process_have_their_limits_together(tiny, cuda_device):
 
 
 def test_what_exceeds_the_limit_is_computed_in_smaller_batches(tiny, cuda_device, monkeypatch):
-    monkeypatch.setattr(transfer_manager, "_LEAST_LIMIT", 0)
+    monkeypatch.setattr(copy_engine, "_LEAST_LIMIT", 0)
     asked = requests(48, 100, 1)
     for limit in (GIVEN, 2 * MIB):  # the first run also measures the products, once in a process
         cuda_device.memory[0].peak = 0

@@ -35,7 +35,7 @@ def test_workers_join_while_one_computes_and_a_machine_is_lost(cluster, tiny):
     joined: list = []
     lost: list = []
 
-    def on_result(index: int, result: GenerationResult) -> None:
+    def on_result(index, result):
         if not joined:
             joined.extend(cluster.add_node(num_cpus=1, object_store_memory=100 << 20) for _ in "ab")
         if len(engine._identities) == 3 and not lost:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import random
 import signal
-from typing import Any
 
 import psutil
 import pytest
@@ -40,13 +39,13 @@ def session():
 
 
 @pytest.fixture
-def model(tiny) -> ModelToLoad:
+def model(tiny):
     return ModelToLoad(
         str(tiny("llama").path), EngineConfig(device="cpu", precision="fp16"), "tiny"
     )
 
 
-def requests_of(count: int, max_tokens: int = 8) -> list[GenerationRequest]:
+def requests_of(count, max_tokens=8):
     return [
         GenerationRequest(
             prompt_token_ids=(5, 6, 7, 8 + i % 50, 60 + i // 50),
@@ -58,12 +57,12 @@ def requests_of(count: int, max_tokens: int = 8) -> list[GenerationRequest]:
     ]
 
 
-def alone(model: ModelToLoad, requests: list[GenerationRequest]) -> list[GenerationResult]:
+def alone(model, requests):
     with Engine.from_config(model.path, model.config) as engine:
         return engine.run(requests)
 
 
-def same(results: list[GenerationResult], expected: list[GenerationResult]) -> None:
+def same(results, expected):
     for result, wanted in zip(results, expected, strict=True):
         assert result.error is None and result.prompt_token_ids == wanted.prompt_token_ids
         for one, two in zip(result.completions, wanted.completions, strict=True):
@@ -85,7 +84,7 @@ def test_answers_are_those_of_one_process_though_a_worker_is_killed(session, mod
     seen: list[int] = []
     killed: list[int] = []
 
-    def on_result(index: int, result: GenerationResult) -> None:
+    def on_result(index, result):
         seen.append(index)
         pids = [worker.pid for worker in engine._identities.values()]
         alive = [pid for pid in pids if psutil.pid_exists(pid)]
@@ -118,11 +117,11 @@ def test_answers_are_those_of_one_process_though_a_worker_is_killed(session, mod
         engine.close()
 
 
-def poisoned(how: str) -> type[Worker]:
+def poisoned(how):
     """A worker that some requests bring down; Ray sends the class, as it is local."""
 
     class Poisoned(Worker):
-        def compute(self, requests: Any, news: Any, stop: Any) -> None:
+        def compute(self, requests, news, stop):
             if any(request.prompt_token_ids[3:] == (8, 60) for request in requests.values()):
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +157,7 @@ def test_what_hangs_is_computed_by_others(session, model, monkeypatch):
     engine = ClusterEngine(model, session)
     stopped: list[int] = []
 
-    def on_result(index: int, result: GenerationResult) -> None:
+    def on_result(index, result):
         if len(engine._identities) == 2 and not stopped:
             stopped.append(next(iter(engine._identities.values())).pid)
             os.kill(stopped[0], signal.SIGSTOP)

@@ -2,8 +2,6 @@
 Minutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,10 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -38,14 +34,14 @@ PROGRAM = Path(sys.executable).with_name("flexgen-helm")
 class Suite:
     """A folder with a state of its own, and the environment of its processes."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder, model):
         self.folder = folder
         folder.mkdir(exist_ok=True)
         (folder / "models.yaml").write_text(json.dumps({"tiny": {"path": str(model)}}))
         self.environment = {**os.environ, "FLEXGEN_HELM_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1",
                             "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"), "NO_COLOR": "1"}  # fmt: skip
 
-    def start(self, *flags: str, instances: int = 300) -> subprocess.Popen[str]:
+    def start(self, *flags, instances=300):
         command = [PROGRAM, "run", "-r", *ENTRIES, "-m", str(instances), "--suite", "s", *flags]
         return subprocess.Popen(
             command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE,
@@ -53,13 +49,13 @@ class Suite:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
 
-    def run(self, *flags: str, expect: int = 0, instances: int = 300) -> str:
+    def run(self, *flags, expect=0, instances=300):
         process = self.start(*flags, instances=instances)
         output = process.communicate(timeout=240)[0]
         assert process.returncode == expect, output
         return output
 
-    def scores(self) -> dict[str, Any]:
+    def scores(self):
         """Completions and statistics of all runs, without what is a time."""
         found = {}
         for run in sorted((self.folder / "benchmark_output" / "runs" / "s").glob("*model=*")):
@@ -79,7 +75,7 @@ class Suite:
             found[run.name] = texts, stats
         return found
 
-    def num_stored(self) -> int:
+    def num_stored(self):
         total = 0
         for path in (self.folder / "home" / "journal").glob("*.sqlite"):
             # Not read-only: after a kill, whoever opens the file first brings its log into it.
@@ -88,7 +84,7 @@ class Suite:
                 total += connection.execute("SELECT count(*) FROM answers").fetchone()[0]
         return total
 
-    def record(self) -> dict[str, Any]:
+    def record(self):
         """Return the usage of the one model."""
         content = json.loads(
             (self.folder / "benchmark_output" / "runs" / "s" / "flexgen_suite.json").read_text()
@@ -97,7 +93,7 @@ class Suite:
         return dict(usage)
 
 
-def assert_same_scores(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_scores(ours, expected):
     """Text metrics exactly, log-probabilities to 1e-4, as the project defines equal scores."""
     assert ours.keys() == expected.keys() and len(ours) == 2
     for name, (texts, stats) in expected.items():
@@ -123,7 +119,7 @@ def suite(model, tmp_path):
     return Suite(tmp_path, model)
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+def eventually(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end
@@ -207,7 +203,7 @@ def cluster(monkeypatch):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _listens(port: int) -> bool:
+def _listens(port):
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
@@ -236,7 +232,7 @@ def test_a_worker_is_killed_on_a_cluster_that_was_started_by_hand(
     assert suite.num_stored() == alone.num_stored()
 
 
-def _a_worker(head: psutil.Process) -> psutil.Process | None:
+def _a_worker(head):
     for process in head.children(recursive=True):
         with suppress(psutil.Error):
             if "MapBatches(Worker)" in " ".join(process.cmdline()):

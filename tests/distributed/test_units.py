@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_helm.distributed.board import Board, Unit
+from flexgen_helm.distributed.board import Board, RequestUnit
 from flexgen_helm.distributed.engine import MAX_ATTEMPTS, ClusterRun
-from flexgen_helm.distributed.worker import Failure, UnitRecord
+from flexgen_helm.distributed.worker import Answered, Failure, UnitRecord
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 
 RESULT = GenerationResult((), [], None, Cost())
 LOST = Failure("killed", is_lost=True)
 
 
-def requests_of(number: int) -> list[GenerationRequest]:
+def requests_of(number):
     return [
         GenerationRequest(prompt_token_ids=(i * 7919 % number, i), max_tokens=2)
         for i in range(number)
@@ -33,11 +32,9 @@ class Simulation:
     poison: requests that end their worker, or fail its unit.
     """
 
-    def __init__(
-        self, number: int, num_workers: int, seed: int, poison: frozenset[int] = frozenset()
-    ):
+    def __init__(self, number, num_workers, seed, poison=frozenset()):
         self.is_alone, self.num_expected = num_workers == 1, num_workers
-        self.poison, self.waiting = poison, dict[int, Unit]()
+        self.poison, self.waiting = poison, dict[int, RequestUnit]()
         self.sizes: list[int] = []
         self.answers = Counter[int]()
         self.draw = np.random.default_rng(seed)
@@ -47,16 +44,16 @@ class Simulation:
             lambda index, result: self.answers.update([index]),
         )
 
-    def submit(self, units: Mapping[int, Unit]) -> None:
+    def submit(self, units):
         assert not self.waiting.keys() & units.keys()
         self.waiting |= units
         self.sizes += map(len, units.values())
 
-    def forget(self, units: Iterable[int]) -> None:
+    def forget(self, units):
         for unit in units:
             self.waiting.pop(unit, None)
 
-    def step(self, end: UnitRecord | Failure) -> None:
+    def step(self, end):
         """Compute a unit; one that fails has answered some of its requests."""
         number = int(self.draw.choice(list(self.waiting)))
         indexes = self.draw.permutation(list(self.waiting.pop(number)))
@@ -65,10 +62,10 @@ class Simulation:
             if index in self.poison:
                 end = LOST if index % 2 else Failure("poison")
                 break
-            self.run.receive(f"w{number}", number, index, RESULT)
-        self.run.receive(f"w{number}", number, type(end), end)
+            self.run.receive(f"w{number}", number, Answered(index, RESULT))
+        self.run.receive(f"w{number}", number, end)
 
-    def finish(self) -> None:
+    def finish(self):
         while self.run.units:
             assert self.run.units.keys() == self.waiting.keys()
             self.step(UnitRecord({}))
@@ -120,7 +117,7 @@ def test_what_is_given_up_says_why(is_lost):
     for _ in range(MAX_ATTEMPTS):
         (number,) = simulation.waiting
         failure = Failure("it burns", is_lost=is_lost)
-        simulation.run.receive("w", number, Failure, failure)
+        simulation.run.receive("w", number, failure)
     why = "worker w is lost: it burns" if is_lost else "it burns"
     assert simulation.run.failures == {0: why} and not simulation.waiting
 
@@ -132,7 +129,11 @@ def test_what_hangs_or_begins_again_is_lost():
         board = Board(silence_s=0.2)
 
         async def lost() -> list[tuple[str, int | None]]:
-            return [(name, unit) for name, unit, told in await board.news(0.0) if Failure in told]
+            return [
+                (worker, unit)
+                for worker, unit, report in await board.news(0.0)
+                if any(isinstance(event, Failure) for event in report)
+            ]
 
         await board.submit({number: {number: requests_of(4)[number]} for number in range(4)})
         assert [await board.next_unit() for _ in range(4)] == [*range(4)]
@@ -140,9 +141,9 @@ def test_what_hangs_or_begins_again_is_lost():
             assert list(await board.begin(number, name)) == [number]
         assert await board.begin(1, "again") == {} and await lost() == [("dies", 1)]
         await board.forget([1])
-        assert not await board.tell("dies", 1, {})
+        assert not await board.tell("dies", 1, [])
         await asyncio.sleep(0.3)
-        assert await board.tell("lives", 2, {})
+        assert await board.tell("lives", 2, [])
         assert await lost() == [("hangs", 0)]
         await asyncio.sleep(0.3)
         assert await lost() == [("hangs", 0), ("lives", 2), ("", 3)]  # nobody is heard

@@ -2,12 +2,7 @@
 the engine.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from tests.helpers.forks import python
 from tests.helpers.real_runs import flexgen_helm
@@ -21,7 +16,7 @@ print(json.dumps([code, list(sys.modules)]))
 ENGINE = {"torch", "flexgen_helm.engine.engine", "flexgen_helm.engine.opening"}
 
 
-def modules_of(folder: Path, instances: str, start: Sequence[str] | None = None) -> list[str]:
+def modules_of(folder, instances, start=None):
     """Run a suite; return the modules that were imported, in order."""
     done = flexgen_helm(folder, instances, program=RUN, start=start)
     assert done.returncode == 0, done.stderr
@@ -30,12 +25,12 @@ def modules_of(folder: Path, instances: str, start: Sequence[str] | None = None)
     return list(modules)
 
 
-def record(folder: Path) -> dict[str, Any]:
+def record(folder):
     (path,) = (folder / "benchmark_output" / "runs" / "s").glob("*/flexgen_run.json")
     return dict(json.loads(path.read_text()))
 
 
-def test_only_a_new_request_imports_the_engine(tiny, tmp_path):
+def test_stored_answers_import_no_engine(tiny, tmp_path):
     (tmp_path / "models.yaml").write_text(
         json.dumps({"tiny": {"path": str(tiny("llama").path), "device": "cpu"}})
     )
@@ -47,7 +42,3 @@ def test_only_a_new_request_imports_the_engine(tiny, tmp_path):
     assert (
         first["num_reused"] == 0 < record(tmp_path)["num_reused"] == first["workload"]["num_unique"]
     )
-
-    new = modules_of(tmp_path, "5", python("plan"))
-    assert {*new} >= ENGINE
-    assert 0 < record(tmp_path)["num_reused"] < record(tmp_path)["workload"]["num_unique"]

@@ -2,10 +2,7 @@
 folders.
 """
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +18,7 @@ def place(tmp_path, monkeypatch):
     return Place(tmp_path)
 
 
-def records(place: Place) -> dict[str, Any]:
+def records(place):
     """What each run's record says of its prompts, by the end of the run's name."""
     files = (place.folder / "benchmark_output" / "runs" / "s").glob(
         "simple_mcqa:*/flexgen_run.json"
@@ -32,7 +29,7 @@ def records(place: Place) -> dict[str, Any]:
     }
 
 
-def entries(*names: str, scenario: str = "simple_mcqa") -> list[str]:
+def entries(*names, scenario="simple_mcqa"):
     return [f"{scenario}:model={name}" for name in names]
 
 

@@ -75,7 +75,7 @@ class Block:
     program: str = ""
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text):
     found: list[Block] = []
     for language, content in FENCE.findall(text):
         lines = content.splitlines()
@@ -93,11 +93,11 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def why_left_out(command: str) -> str:
+def why_left_out(command):
     return next((why for pattern, why in LEFT_OUT.items() if re.match(pattern, command)), "")
 
 
-def kind(line: str) -> str:
+def kind(line):
     """A line without figures, bars, and widths of columns."""
     line = re.sub(r"[█─]+", "", re.sub(r"\d[\d,.:]*", "#", line))
     return re.sub(r"[\s*+-]+", " ", line).strip()
@@ -137,7 +137,7 @@ def model(tmp_path_factory):
 class Reader:
     """Someone who types what a page prints, in a folder that has what the page says."""
 
-    def __init__(self, page: str, folder: Path, model: Path) -> None:
+    def __init__(self, page, folder, model):
         self.folder, self.text = folder, (ROOT / page).read_text(encoding="utf-8")
         self.blocks = blocks(self.text)
         (folder / "runs").symlink_to(ROOT / "runs")
@@ -162,7 +162,7 @@ class Reader:
             "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
         }  # fmt: skip
 
-    def _write_files(self, model: Path) -> None:
+    def _write_files(self, model):
         (self.folder / "text.txt").write_text(
             (ROOT / "SECURITY.md").read_text(encoding="utf-8")[:9000]
         )
@@ -203,7 +203,7 @@ class Reader:
             gguf_of(model, self.folder / "q4_0.gguf", Kind.Q4_0)
             (self.folder / "models.yaml").write_text(json.dumps(self.names))
 
-    def _write_mmlu(self) -> None:
+    def _write_mmlu(self):
         """Made-up questions, where HELM looks for those that it has downloaded."""
         for subject in ("anatomy", "abstract_algebra", "us_foreign_policy"):
             for split in ("dev", "val", "test"):
@@ -215,7 +215,7 @@ class Reader:
                 )
                 (folder / f"{subject}_{split}.csv").write_text("".join(rows))
 
-    def typed(self, number: int, block: Block) -> str:
+    def typed(self, number, block):
         """Return the lines of a block for the shell."""
         if block.program:
             programs = [one.program for one in self.blocks[: number + 1] if one.program]
@@ -235,7 +235,7 @@ class Reader:
             lines.append(f"{line}\nwait" if line.endswith("&") else line)
         return "\n".join(lines)
 
-    def read(self) -> dict[int, tuple[int, str]]:
+    def read(self):
         """Type all that is run; return the exit code and the output of each block."""
         runs = {
             number: self.typed(number, block)

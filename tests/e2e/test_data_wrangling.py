@@ -1,9 +1,6 @@
 """`runs/data_wrangling.conf`: all six tasks in one suite, on made-up files."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from helm.benchmark.presentation.run_entry import read_run_entries
@@ -15,7 +12,7 @@ from tests.helpers.paths import ROOT
 CONF = ROOT / "runs" / "data_wrangling.conf"
 
 
-def write_entity_matching(folder: Path) -> None:
+def write_entity_matching(folder):
     for side in "AB":
         rows = [[i, f"thing {i}", f"{i}.50"] for i in range(30)]
         write_table(folder / f"table{side}.csv", [["id", "name", "price"], *rows])
@@ -24,7 +21,7 @@ def write_entity_matching(folder: Path) -> None:
         write_table(folder / f"{split}.csv", [["ltable_id", "rtable_id", "label"], *pairs])
 
 
-def write_all(scenarios: Path) -> None:
+def write_all(scenarios):
     matching = scenarios / "entity_matching"
     for name in ("Fodors_Zagats", "Beer", "iTunes_Amazon"):
         write_entity_matching(matching / "data" / name)

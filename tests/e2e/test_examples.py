@@ -2,8 +2,6 @@
 downloaded one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -34,7 +32,7 @@ def checkpoint(tmp_path_factory):
 def run_example(tmp_path):
     """Run an example in an empty folder with its own state; return what it printed."""
 
-    def run(name: str, *arguments: str, **variables: str) -> str:
+    def run(name, *arguments, **variables):
         # The commands of this environment, helm-run among them.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {

@@ -68,11 +68,11 @@ ECHO = {"echo": {**GREEDY, "max_tokens": 0, "echo_prompt": True}}
 CHATS = {"turns": {**GREEDY, "prompt": "", "messages": TURNS}}
 
 
-def write_scenarios(folder: Path) -> None:
+def write_scenarios(folder):
     """Made-up data where HELM's scenarios look for it."""
     draw = random.Random(3)
 
-    def words(count: int) -> str:
+    def words(count):
         return " ".join(draw.choices(WORDS, k=count))
 
     for split, count in (("dev", 5), ("test", 6)):
@@ -157,7 +157,7 @@ def test_a_metric_that_differs_is_found(outcome):
 def test_single_requests_are_answered_alike(outcome, pair):
     ours, theirs = (outcome.completions[model] for model in pair)
 
-    def texts(completions: Any) -> list[str]:
+    def texts(completions):
         return [completion["text"] for completion in completions]
 
     for kind in ours.keys() - {"sampled", "echo"}:

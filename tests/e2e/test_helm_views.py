@@ -2,14 +2,10 @@
 a real browser.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ from tests.helpers.helm_runs import MODEL, Place
 GROUP = "synthetic_reasoning_natural"
 
 
-def helm(name: str, *arguments: str) -> list[str]:
+def helm(name, *arguments):
     """A command of HELM, by its module: `helm-summarize` is
     helm.benchmark.presentation.summarize.
     """
@@ -47,7 +43,7 @@ def ran(tmp_path_factory):
     return place.folder
 
 
-def summarize(folder: Path, *flags: str) -> None:
+def summarize(folder, *flags):
     """`helm-summarize` in another shell: none of our variables is set.
 
     One thread: it compiles templates in its threads, and in Python before 3.11.8 and 3.12.2
@@ -71,7 +67,7 @@ def summarize(folder: Path, *flags: str) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def models_of(folder: Path) -> dict[str, Any]:
+def models_of(folder):
     schema = json.loads((folder / "benchmark_output/runs/s/schema.json").read_text())
     return {model["name"]: model for model in schema["models"]}
 

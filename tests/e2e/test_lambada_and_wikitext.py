@@ -2,13 +2,9 @@
 refused.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -20,19 +16,15 @@ from tests.helpers.data_sets import (
     FAKE_PASSAGES,
     PAGES,
     WORDS,
-    Score,
     rolling_logprob,
     write_data,
 )
 from tests.helpers.helm_runs import MODEL, Place, figures
 from tests.helpers.paths import ROOT
 from tests.helpers.real_runs import run_suite
-from tests.helpers.tiny_models import TinyModel
 
 
-def expected_wikitext(
-    pages: Sequence[str], encode: Callable[[str], list[int]], prefix: int, length: int, score: Score
-) -> dict[str, float]:
+def expected_wikitext(pages, encode, prefix, length, score):
     texts = [wikitext.detokenize(page) for page in pages]
     loss = -sum(rolling_logprob(encode(text), prefix, length, score) for text in texts)
     # White space at either end of a page separates an empty word.
@@ -57,7 +49,7 @@ def suite(fake_data, tmp_path_factory):
     return place
 
 
-def folder_of(place: Place, entry: str) -> Path:
+def folder_of(place, entry):
     return place.folder / "benchmark_output" / "runs" / "s" / entry.replace("/", "_")
 
 
@@ -104,9 +96,7 @@ def test_without_data_a_suite_refuses_in_one_sentence_and_other_runs_are_kept(
 # ---- on a real engine ----
 
 
-def tiny_passages(
-    model: TinyModel, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
-) -> list[str]:
+def tiny_passages(model, encode, decode):
     """Passages of which some end in what the model says, of one token and of two, and some do
     not.
     """
@@ -135,10 +125,10 @@ def test_figures_of_a_real_engine_are_those_of_transformers(tiny, tmp_path):
     tokenizer = Tokenizer.from_path(model.path)
     assert tokenizer is not None
 
-    def encode(text: str) -> list[int]:
+    def encode(text):
         return tokenizer.encode(text, add_special_tokens=False)
 
-    def score(ids: list[int]) -> list[float]:
+    def score(ids):
         logprobs = model.logprobs(ids)
         return [0.0, *(logprobs[i, token].item() for i, token in enumerate(ids[1:]))]
 

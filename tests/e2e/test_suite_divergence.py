@@ -2,15 +2,12 @@
 HELM's files have.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -67,7 +64,7 @@ def found(suite, command, folder):
     return {each["entry"]: each["precisions"][0] for each in content["entries"]}
 
 
-def written(suite: Path, entry: str, precision: str, tokenizer: Tokenizer) -> list[list[float]]:
+def written(suite, entry, precision, tokenizer):
     """Log-probabilities of the tokens that make the scores, by request, from HELM's file."""
     suffix = "" if precision == "fp16" else f"-{precision}"
     run = suite / f"{entry}{',' if ':' in entry else ':'}model=flexgen_tiny{suffix}"
@@ -121,7 +118,7 @@ def test_what_cannot_be_found_is_refused_by_name(suite, folder, command):
     assert refused.returncode == 2 and " are not in the response cache" in refused.stderr
 
 
-def _has_run(suite: Path, journal: Path) -> bool:
+def _has_run(suite, journal):
     """Whether the file has the answers of the FP16 runs."""
     run = json.loads(
         (suite / "simple_classification:model=flexgen_tiny" / "flexgen_run.json").read_text()

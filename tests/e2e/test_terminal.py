@@ -2,23 +2,20 @@
 all the time.
 """
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.console_script import SCRIPT
 from tests.helpers.helm_runs import Place
-from tests.helpers.terminal import Session, run_in_terminal
+from tests.helpers.terminal import run_in_terminal
 
 LONGEST_GAP_S = 2.0
 NOISE = ("Looking in path", "nltk_data", "it/s]", "Traceback", "UserWarning")
 ENTRIES = ("simple_mcqa_scored:model=flexgen/mine", "simple_mcqa:model=flexgen/mine")
 
 
-def run(folder: Path, *arguments: str, expect: int = 0) -> Session:
+def run(folder, *arguments, expect=0):
     variables = {
         "FLEXGEN_HELM_HOME": str(folder / "home"),
         "FLEXGEN_HELM_MODELS": str(folder / "models.yaml"),
@@ -93,7 +90,7 @@ def test_quickstart_on_the_fake_engine(tmp_path):
     assert place.events()["load"] == 2
 
 
-def check_quickstart(output: str, folder: Path) -> None:
+def check_quickstart(output, folder):
     suite = folder / "benchmark_output" / "runs" / "quickstart"
     for text in (
         "paper-4bit against fp16",

@@ -3,7 +3,6 @@ name.
 """
 
 import random
-import tempfile
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine import proof
 from flexgen_helm.errors import UsageError
 from flexgen_helm.kernels.amx import has_amx
-from flexgen_helm.kernels.attention import can_attend
+from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from tests.helpers.software_tiles import software_tiles
 from tests.helpers.tiny_causal_models import tiny_config
@@ -30,7 +29,8 @@ pytestmark = [
         not IS_AMD, reason=("PyTorch's exponentials were tried on AMD's processors alone")
     ),
     pytest.mark.skipif(
-        not can_attend(torch.zeros(1, 1, 1)), reason="no compiled loop attends here"
+        not can_attend_caches(torch.device("cpu"), torch.float32),
+        reason="no compiled loop attends here",
     ),
 ]
 # Kinds of layers: windows and caps, biases, positions, ALiBi, parallel ones, experts, sinks, and a
@@ -113,41 +113,36 @@ def bits(result):
     return result.prompt_logprobs, [(c.token_ids, c.logprobs) for c in result.completions]
 
 
-def assert_equal_bits(model, asked, draw, **options):
-    """Compare each request alone, on one thread and in memory, with all of them under a drawn
-    plan.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        torch.set_num_threads(1)
-        with Engine.from_pretrained(model, offload_dir=folder, **options) as engine:
-            alone = [bits(engine.run([request])[0]) for request in asked]
+def drawn_plan(draw):
+    """Options under which requests are answered together."""
+    if draw.random() < 0.3:
+        return {}
+    policy = "{}x{},0,{},0,{},0,100".format(
+        *(draw.choice(x) for x in ([1, 2, 3, 5], [1, 2, 3], *2 * [[0, 50, 100]]))
+    )
+    return {"policy": policy, "schedule": draw.choice(["row", "zigzag"])}
+
+
+@pytest.mark.parametrize(("variant", "precision"), CASES)
+def test_bits_do_not_depend_on_the_company(longer, tmp_path, variant, precision):
+    """Of each request alone, on one thread and in memory, and of all of them under a drawn plan."""
+    model, longest = longer(variant)
+    options = {"precision": precision, "batch_invariant": True, "offload_dir": tmp_path}
+    draws = [random.Random(f"{variant} {seed}") for seed in (0, 1)]
+    vocabulary = int(variant.partition("@")[2] or 0)
+    trees = [tree_of_prompts(draw, longest, vocabulary) for draw in draws]
+    torch.set_num_threads(1)
+    with Engine.from_pretrained(model, **options) as engine:
+        alone = [[bits(engine.run([request])[0]) for request in asked] for asked in trees]
+    for draw, asked, expected in zip(draws, trees, alone):
         torch.set_num_threads(draw.randrange(1, 4))
-        policy = "{}x{},0,{},0,{},0,100".format(
-            *(draw.choice(x) for x in ([1, 2, 3, 5], [1, 2, 3], *2 * [[0, 50, 100]]))
-        )
-        plan = (
-            {"policy": policy, "schedule": draw.choice(["row", "zigzag"])}
-            if draw.random() < 0.7
-            else {}
-        )
-        limits = MemoryLimits(cpu=64 * MIB, disk=256 * MIB)
-        with Engine.from_pretrained(
-            model, offload_dir=folder, limits=limits, **plan, **options
-        ) as engine:
+        plan = drawn_plan(draw) | {"limits": MemoryLimits(cpu=64 * MIB, disk=256 * MIB)}
+        with Engine.from_pretrained(model, **plan, **options) as engine:
             if draw.random() < 0.6:
                 engine.share_every_beginning()
             order = draw.sample(range(len(asked)), len(asked))
             found = engine.run([asked[number] for number in order])
-    assert [bits(result) for result in found] == [alone[number] for number in order]
-
-
-@pytest.mark.parametrize(("variant", "precision"), CASES)
-def test_bits_do_not_depend_on_the_company(longer, variant, precision):
-    model, longest = longer(variant)
-    for seed in (0, 1):
-        draw = random.Random(f"{variant} {seed}")
-        asked = tree_of_prompts(draw, longest, int(variant.partition("@")[2] or 0))
-        assert_equal_bits(model, asked, draw, precision=precision, batch_invariant=True)
+        assert [bits(result) for result in found] == [expected[number] for number in order]
 
 
 def test_the_comparison_sees_sums_over_a_vocabulary_that_threads_divide(longer, monkeypatch):

@@ -266,7 +266,7 @@ def test_batches_that_memory_does_not_take_are_divided(engines, options, monkeyp
     found = []
     for runs_out in (False, True):
         with monkeypatch.context() as patch:
-            base = Baseline([asked], engines[0].config, options, True)
+            base = Baseline([asked], engines[0].model_config, options, True)
             for engine in engines if runs_out else ():
                 fail_once(engine, MemoryError(), patch)
             base.fill(engines[0])
@@ -306,7 +306,7 @@ def test_values_that_are_not_finite_are_refused(pair, monkeypatch):
 
 
 def test_logits_that_the_disk_lost_are_noticed(engines, options):
-    base = Baseline([whole([[*range(2, 93)]])], engines[0].config, options)
+    base = Baseline([whole([[*range(2, 93)]])], engines[0].model_config, options)
     base.fill(engines[0])
     base.logits[45] = 0
     with pytest.raises(FlexgenError, match="the stored logits are not those that were computed"):
@@ -315,7 +315,7 @@ def test_logits_that_the_disk_lost_are_noticed(engines, options):
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_the_room_of_logits_is_known_before_anything_is_computed(engines, options, by_layer):
-    asked, config = whole([[*range(2, 93)]] * 2), engines[0].config
+    asked, config = whole([[*range(2, 93)]] * 2), engines[0].model_config
     states = 91 * (config.num_layers + 1) * config.state_size * by_layer
     base = Baseline([asked], config, options, by_layer)
     assert base.num_bytes == base.rows.nbytes == base.logits.nbytes + base.states.nbytes + 4 * 180

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, progress
-from flexgen_helm.engine import attention_metadata
+from flexgen_helm.engine import loop_attention
 from tests.helpers.backend_models import saved
 from tests.helpers.parity import (
     TOLERANCE,
@@ -165,7 +165,7 @@ def test_the_needle_test_would_notice_a_leak(tiny, needle, monkeypatch):
     answer changes.
     """
     request, alone = needle
-    monkeypatch.setattr(attention_metadata, "attend_segments", seeing_longer_neighbours)
+    monkeypatch.setattr(loop_attention, "attend_segments", seeing_longer_neighbours)
     longer = [GenerationRequest(prompt_token_ids=p, max_tokens=12) for p in prompts(5, 40, seed=9)]
     with Engine.from_pretrained(tiny("llama").path) as engine:
         result = engine.run([*longer, request])[-1]

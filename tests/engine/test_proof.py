@@ -256,7 +256,7 @@ def test_it_is_proved_once_and_remembered(home, tmp_path, monkeypatch):
         remembered["class"] == "SmolLM3ForCausalLM" and remembered["difference"] < proof.TOLERANCE
     )
     with Engine.from_pretrained(tmp_path / "model", unverified=True) as again:
-        assert again.fingerprint != engine.fingerprint and again.identity.is_proved
+        assert again.fingerprint != engine.fingerprint and again.identity.entries["proved"]
 
 
 @pytest.mark.parametrize(

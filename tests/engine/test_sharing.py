@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine import attention_metadata
+from flexgen_helm.engine import loop_attention
 from flexgen_helm.models import attention
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
@@ -19,14 +19,15 @@ from tests.helpers.faults import replaced
 from tests.helpers.offload import DECODING_SCHEDULES, MIB, offloaded, policies
 from tests.helpers.packed_caches import FORMATS, LARGEST, MEAN
 from tests.helpers.parity import assert_equals_reference, assert_same
-from tests.helpers.prefixes import share_at_no_cost
 from tests.helpers.shares import share_of
 from tests.helpers.tiny_models import VARIANTS, VOCABULARY, kv_bytes_per_token
 
 
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch):
-    share_at_no_cost(monkeypatch)
+    """However tiny the models are, that one token is saved is worth it."""
+    monkeypatch.setattr(prefix_tree, "_SEGMENT_S", 0.0)
+    monkeypatch.setattr(prefix_tree, "_SEGMENT_FLOPS", 0.0)
 
 
 def alone(monkeypatch):
@@ -265,7 +266,7 @@ def test_scoring_keeps_one_layer_of_its_prefixes(tiny, tmp_path, monkeypatch, pa
     requests = scoring()
     # What attends to a prefix: with a plain cache, all segments of a prompt at once.
     owner, function = (
-        (attention_metadata, "attend_segments") if name == "fp16" else (attention, "attend_prefix")
+        (loop_attention, "attend_segments") if name == "fp16" else (attention, "attend_prefix")
     )
     limits = MemoryLimits(gpu=64 * MIB, cpu=64 * MIB, disk=256 * MIB)
     options = dict(

@@ -35,7 +35,8 @@ def answers(folder):
 
 def ask(folder, answers, ends, tolerance=1e-3):
     return [
-        (result, said) for (_, result), said in by_transformers(folder, ends, answers, tolerance)
+        (rescored.result, rescored.contradiction)
+        for rescored in by_transformers(folder, ends, answers, tolerance)
     ]
 
 

@@ -136,7 +136,7 @@ class FakeEngine:
         self.runs: list[list[GenerationRequest]] = []
         self.last_run: dict[str, Any] = {}
         self.closed = False
-        self._delay_s = float(os.environ.get("FAKE_DELAY_S", delay_s))
+        self.delay_s = float(os.environ.get("FAKE_DELAY_S", delay_s))
         _log("load", name)
 
     def run(
@@ -155,7 +155,7 @@ class FakeEngine:
         for index in reversed(range(len(requests))):
             if should_stop is not None and should_stop():
                 raise Interrupted("stopped")
-            time.sleep(self._delay_s)
+            time.sleep(self.delay_s)
             results[index] = answer(requests[index], len(requests))
             _log("answer", list(requests[index].prompt_token_ids or ()))
             if on_result is not None:

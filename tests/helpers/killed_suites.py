@@ -320,7 +320,7 @@ def _install_steps(order: Order, folder: Path) -> None:
     from flexgen_helm.checkpoint import convert, fingerprint
     from flexgen_helm.engine import divergence, executor
     from flexgen_helm.offload.disk import DirectFile
-    from flexgen_helm.offload.transfer_stats import RateLimit
+    from flexgen_helm.offload.rate_limit import RateLimit
     from flexgen_helm.request import Progress
 
     count = 0
@@ -382,9 +382,9 @@ def _install_steps(order: Order, folder: Path) -> None:
     if order.read_gb_s:
         limit, transfer = RateLimit(order.read_gb_s), DirectFile._transfer
 
-        def held(self: Any, call: Any, offset: int, buffer: Any) -> None:
-            with limit.transfer(buffer.nbytes if call is os.preadv else 0):
-                transfer(self, call, offset, buffer)
+        def held(self: Any, is_write: bool, offset: int, buffer: Any) -> None:
+            with limit.transfer(0 if is_write else buffer.nbytes):
+                transfer(self, is_write, offset, buffer)
 
         DirectFile._transfer = held  # type: ignore[method-assign]
     run = executor.Executor.run

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.folder import read_config
-from flexgen_helm.checkpoint.names import CATALOG
 from flexgen_helm.models.architectures import ARCHITECTURES
 from flexgen_helm.models.decoder_config import DecoderConfig
 from tests.helpers.paths import ROOT

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ import torch
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
+from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.experts import ExpertStreamer
 from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine, TransferManager
+from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.schedules import SCHEDULES
 from flexgen_helm.tiers import TIERS
 from tests.helpers.parity import prompts
-from tests.helpers.threads import in_thread
 
 MIB = 1 << 20
 # Names of the schedules by which answers of several tokens are drawn.
@@ -62,12 +64,17 @@ def tiers_of(
 
 def within(work: Callable[[], Any], seconds: float = 20.0) -> Any:
     """The work's result; a test that would hang fails."""
-    thread, results = in_thread(work)
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
+    done = Future[Any]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # a daemon, so that what hangs does not keep the process
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(seconds)
 
 
 def with_expert_slots(patch: pytest.MonkeyPatch, slots: int) -> None:

@@ -73,9 +73,10 @@ def seeing_longer_neighbours(q: Tensor, segments: Segments, *rest: Any) -> tuple
     """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak
     would be.
     """
-    table, rows, *_ = segments
-    last = rows[table.jobs[:, 3] - 1]  # of each job, its sequence's cache
-    if table.kinds.max() == 2:
-        rows[table.jobs[:, 3] - 1, 6] = last[:, 6].max()
-        table = replace(table, positions=last[:, 7] + last[:, 6].max() - 1)
+    table, rows, _ = segments
+    last = rows[table.jobs["last_segment"] - 1]  # of each job, its sequence's cache
+    if rows["slot"].any():
+        longest = last["length"].max()
+        rows["length"][table.jobs["last_segment"] - 1] = longest
+        table = replace(table, positions=last["position"] + longest - 1)
     return attend_segments(q, segments._replace(table=table, rows=rows), *rest)

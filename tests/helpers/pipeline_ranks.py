@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, GenerationResult, MemoryLimits
-from flexgen_helm.hardware.process_state import rank_of_process
+from flexgen_helm.hardware.rank import rank_of_process
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
@@ -110,11 +110,11 @@ def _outcome(case):
 def _break(fault, folder):
     """Let this rank fail in the way of `Job.fault`."""
     from flexgen_helm.engine import opening
-    from flexgen_helm.scheduling import prepare
+    from flexgen_helm.scheduling import lanes
     from tests.helpers.layers import replace_layers_for_good
 
     if fault == "order":
-        prepare.divide = lambda requests, count: (
+        lanes.divide = lambda requests, count: (
             [[], list(requests)] if count == 2 else [list(requests)]
         )
     elif fault == "memory":

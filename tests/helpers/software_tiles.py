@@ -115,11 +115,11 @@ class _Uncached(Loop):
     the unit.
     """
 
-    def _compile(self, cache):
-        return super()._compile(cache=False)
+    def _compile(self, entry, cache):
+        return super()._compile(entry, cache=False)
 
 
-_multiply_in_software = _Uncached(amx_loop.multiply._function)
+_multiply_in_software = _Uncached(amx.Products, amx_loop.multiply.body)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import json
 
 import numpy as np
 
-from flexgen_helm.report.throughput import BLOCK_KEYS, throughput
+from flexgen_helm.report.block_records import BLOCK_KEYS
+from flexgen_helm.report.throughput import throughput
 from flexgen_helm.request import Cost
 from tests.helpers.fake_engine import USAGE
 

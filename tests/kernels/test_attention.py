@@ -4,6 +4,7 @@ window hides.
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from flexgen_helm.kernels import attention
 from flexgen_helm.kernels.attention import (
     BLOCK_KEYS,
     Begun,
+    Segment,
     SegmentTable,
     TokenGroup,
+    Way,
     attend_segments,
-    can_attend,
     can_attend_caches,
 )
 from flexgen_helm.models.config import Window
@@ -37,6 +39,25 @@ def formula(q, k, v, positions, scale, window, *rest):
             >= torch.tensor([window.oldest(position) for position in positions.tolist()])[:, None]
         )
     return attention_formula(q, k, v, allowed, positions, scale, *rest)
+
+
+def by_head(k, v):
+    """Keys and values of tokens [T, Hk, D] as a source has them."""
+    return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def one_prompt(k, v):
+    groups = [TokenGroup(0, len(k), [Segment("new", 0, len(k))])]
+    return SegmentTable.of(groups, range(len(k))).at([by_head(k, v)])
+
+
+def caches(k, v, lasts):
+    """Tokens over their sequences' caches [slots, Hk, S, D]."""
+    groups = [
+        TokenGroup(slot, 1, [Segment("cache", 0, last + 1, slot)])
+        for slot, last in enumerate(lasts)
+    ]
+    return SegmentTable.of(groups, lasts).at([(k, v)])
 
 
 def assert_close(out, lse, exact, exact_lse, largest):
@@ -89,8 +110,10 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
         )
         shared = shared[: draw.randrange(len(shared) + 1)]
         is_prompt = not shared or draw.random() < 0.7
-        groups.append(TokenGroup(first, count, shared, is_prompt=is_prompt))
         end = sum(lengths[number] for number in shared)
+        segments = [Segment(number, starts[number], lengths[number]) for number in shared]
+        new = [Segment("new", end, count, first=first)] if is_prompt else []
+        groups.append((first, count, shared, is_prompt, [*segments, *new]))
         # Tokens that decode are at any positions behind what they share.
         positions += (
             range(end, end + count)
@@ -98,16 +121,20 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
             else [end + draw.randrange(90) for _ in range(count)]
         )
         first += count
-    table = SegmentTable.of(groups, positions, [*zip(lengths, starts)])
+    table = SegmentTable.of(
+        [TokenGroup(first, count, segments) for first, count, *_, segments in groups], positions
+    )
+    given = {**{i: (k[None], v[None]) for i, (k, v) in enumerate(stored)}, "new": by_head(k, v)}
     slopes = torch.rand(group * key_heads, generator=numbers) if has_slopes else None
     seen = None if window is None else (window.tokens, window.is_chunked)
     torch.set_num_threads(threads)
-    out, lse = attend_segments(q, table.at(stored, (k, v)), dim**-0.5, seen, softcap, slopes)
-    for tokens in groups:
-        part = slice(tokens.first, tokens.first + tokens.count)
+    segments = table.at([given[source] for source in table.sources])
+    out, lse = attend_segments(q, segments, Way(dim**-0.5, seen, softcap, slopes))
+    for first, count, shared, is_prompt, _ in groups:
+        part = slice(first, first + count)
         keys, values = (
-            torch.cat([*(stored[number][i].transpose(0, 1) for number in tokens.shared), x])
-            for i, x in enumerate((k[part], v[part]) if tokens.is_prompt else (k[:0], v[:0]))
+            torch.cat([*(stored[number][i].transpose(0, 1) for number in shared), x])
+            for i, x in enumerate((k[part], v[part]) if is_prompt else (k[:0], v[:0]))
         )
         expected = formula(
             q[part], keys, values, torch.tensor(positions[part]), dim**-0.5, window, softcap, slopes
@@ -126,15 +153,14 @@ def test_scores_beyond_what_an_exponential_holds():
         torch.zeros(200, 1, 16),
         torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous(),
     )
-    table = SegmentTable.of([TokenGroup(0, 200, is_prompt=True)], range(200))
-    out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
+    out, lse = attend_segments(q, one_prompt(k, v), Way(1.0))
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
     torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
     k[0] = 500.0
-    out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
+    out, lse = attend_segments(q, one_prompt(k, v), Way(1.0))
     assert out.abs().max() == 0.0 and torch.equal(lse, torch.full((200, 1), 8000.0))
     k[0], k[-1] = -500.0, 500.0
-    out, lse = attend_segments(q, table.at([], (k, v)), 1.0)
+    out, lse = attend_segments(q, one_prompt(k, v), Way(1.0))
     assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
 
 
@@ -147,12 +173,11 @@ def test_what_each_of_many_keys_adds_beside_a_sink_is_not_lost(keys):
     """
     q, k, v = torch.zeros(70, 1, 16), torch.zeros(keys, 1, 16), torch.ones(keys, 1, 16)
     q[..., 0], k[1:, 0, 0], v[0] = 1.0, -17.0, 0.0
-    last, pair = keys - 70, tuple(x.transpose(0, 1) for x in (k, v))
-    behind = SegmentTable.of(
-        [TokenGroup(0, 70, (0,), is_prompt=True)], range(last, keys), [(last, 0)]
-    )
-    prefix = pair[0][:, :last], pair[1][:, :last]
-    out, lse = (x[-1] for x in attend_segments(q, behind.at([prefix], (k[last:], v[last:])), 1.0))
+    last = keys - 70
+    segments = [Segment("prefix", 0, last), Segment("new", last, 70)]
+    table = SegmentTable.of([TokenGroup(0, 70, segments)], range(last, keys))
+    behind = table.at([by_head(k[:last], v[:last]), by_head(k[last:], v[last:])])
+    out, lse = (x[-1] for x in attend_segments(q, behind, Way(1.0)))
     added = (keys - 1) * math.exp(-17)
     assert (out.double() - added / (1 + added)).abs().max() < 1e-8 and abs(
         lse.item() - math.log1p(added)
@@ -171,15 +196,10 @@ def test_scores_of_minus_infinity_alone_have_no_number(loops_are_used, monkeypat
     if not loops_are_used:
         monkeypatch.setattr(attention, "loops", lambda: None)
     q, k, v = torch.ones(3, 1, 16), torch.full((3, 1, 16), -math.inf), torch.ones(3, 1, 16)
-    out, _ = attend_segments(
-        q, SegmentTable.of([TokenGroup(0, 3, is_prompt=True)], range(3)).at([], (k, v)), 1.0
-    )
+    out, _ = attend_segments(q, one_prompt(k, v), Way(1.0))
     assert out.isnan().all()
-    pair, unseen = (
-        tuple(x.transpose(0, 1) for x in (k, v)),
-        SegmentTable.of([TokenGroup(0, 1, (0,))], [9], [(3, 0)]),
-    )
-    out, lse = attend_segments(q[:1], unseen.at([pair]), 1.0, (2, False))
+    unseen = SegmentTable.of([TokenGroup(0, 1, [Segment("prefix", 0, 3)])], [9])
+    out, lse = attend_segments(q[:1], unseen.at([by_head(k, v)]), Way(1.0, (2, False)))
     assert out.eq(0).all() and lse.eq(-math.inf).all()
 
 
@@ -203,8 +223,7 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
     slopes = torch.rand(heads, generator=numbers) if has_slopes else None
     seen = None if window is None else (window.tokens, window.is_chunked)
     torch.set_num_threads(threads)
-    table = SegmentTable.of([TokenGroup(slot, 1, cache=(slot, 0)) for slot in range(count)], lasts)
-    out, lse = attend_segments(q, table.at(caches=(k, v)), dim**-0.5, seen, softcap, slopes)
+    out, lse = attend_segments(q, caches(k, v, lasts), Way(dim**-0.5, seen, softcap, slopes))
     for slot, last in enumerate(lasts):
         keys, values = (x[slot, :, : last + 1].float().transpose(0, 1) for x in (k, v))
         at = torch.tensor([last])
@@ -219,9 +238,8 @@ def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads():
     q, (k, v) = torch.randn(4, 6, 64), torch.randn(2, 4, 2, 701, 64)
 
     def attended(*rows):
-        groups = [TokenGroup(slot, 1, cache=(slot, 0)) for slot in range(len(rows))]
-        table = SegmentTable.of(groups, [lasts[row] for row in rows])
-        return attend_segments(q[[*rows]], table.at(caches=(k[[*rows]], v[[*rows]])), 0.125)
+        segments = caches(k[[*rows]], v[[*rows]], [lasts[row] for row in rows])
+        return attend_segments(q[[*rows]], segments, Way(0.125))
 
     alone = [attended(row) for row in range(4)]
     for threads in (1, 2, 5):
@@ -242,39 +260,34 @@ def test_the_same_bits_wherever_segments_end(
     total, heads = draw.randrange(2, 400), key_heads * group
     q, k, v = (torch.randn(total, n, dim, generator=numbers) for n in (heads, key_heads, key_heads))
     slopes = torch.rand(heads, generator=numbers) if has_slopes else None
-    way = dim**-0.5, None if window is None else (window.tokens, window.is_chunked), softcap, slopes
+    seen = None if window is None else (window.tokens, window.is_chunked)
+    way = Way(dim**-0.5, seen, softcap, slopes)
     torch.set_num_threads(threads)
-    table = SegmentTable.of([TokenGroup(0, total, is_prompt=True)], range(total))
-    whole = attend_segments(q, table.at(batch=(k, v)), *way)
+    whole = attend_segments(q, one_prompt(k, v), way)
     ends = sorted(draw.sample(range(total), k=min(total - 1, draw.randrange(4))) + [0])
-    shared, pairs = [], []
-    for start, end in zip(ends, ends[1:]):
-        shared.append((end - start, start))
-        pairs.append(tuple(x[start:end].transpose(0, 1) for x in (k, v)))
+    shared = [Segment(i, start, end - start) for i, (start, end) in enumerate(pairwise(ends))]
     last = ends[-1]
-    table = SegmentTable.of(
-        [TokenGroup(0, total - last, range(len(pairs)), is_prompt=True)], range(last, total), shared
-    )
-    behind = attend_segments(q[last:], table.at(pairs, (k[last:], v[last:])), *way)
-    assert all(torch.equal(x[last:], y) for x, y in zip(whole, behind))
+    rest = Segment("rest", last, total - last)
+    given = {
+        i: by_head(k[start:end], v[start:end]) for i, (start, end) in enumerate(pairwise(ends))
+    }
+    given["rest"] = by_head(k[last:], v[last:])
+
+    def attended(queries, begun=None, **bounds):
+        group = TokenGroup(0, len(queries), [*shared, rest], **bounds)
+        table = SegmentTable.of([group], range(total - len(queries), total))
+        segments = table.at([given[source] for source in table.sources])
+        return attend_segments(queries, segments, way, begun)
+
+    assert all(torch.equal(x[last:], y) for x, y in zip(whole, attended(q[last:])))
     begin, begun = last // BLOCK_KEYS * BLOCK_KEYS, Begun.empty(q[-1:])
     if begin:
-        table = SegmentTable.of(
-            [TokenGroup(0, 1, range(len(pairs)), end=begin)], [total - 1], shared
-        )
-        attend_segments(q[-1:], table.at(pairs), *way, begun)
-    groups = [TokenGroup(0, 1, range(len(pairs)), (0, last), begin=begin)]
-    caches = tuple(x[last:].transpose(0, 1)[None] for x in (k, v))
-    table = SegmentTable.of(groups, [total - 1], shared)
-    decoded = attend_segments(q[-1:], table.at(pairs, caches=caches), *way, begun)
+        attended(q[-1:], begun, end=begin)
+    decoded = attended(q[-1:], begun, begin=begin)
     assert all(torch.equal(x[-1:], y) for x, y in zip(whole, decoded))
 
 
 def test_what_it_does_not_take():
-    x = torch.randn(3, 2, 16)
-    assert can_attend(x, x)
-    assert not can_attend(x, x.half())
-    assert not can_attend(x.transpose(1, 2), x)
     assert can_attend_caches(torch.device("cpu"), torch.float32)
     assert not can_attend_caches(torch.device("cpu"), torch.float64)
     assert not can_attend_caches(torch.device("meta"), torch.float32)

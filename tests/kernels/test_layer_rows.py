@@ -75,16 +75,6 @@ def test_gate(rows, threads, seed, name, width):
     torch.testing.assert_close(y.double(), inner * up.double(), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=40)
-@given(width=st.integers(1, 500), **SHAPES)
-def test_sums_and_biases(rows, threads, seed, width):
-    """Sums are PyTorch's own, bit by bit: nothing else is rounded."""
-    x, y, bias = normal(seed, rows, width), normal(seed + 1, rows, width), normal(seed + 2, width)
-    torch.set_num_threads(threads)
-    assert torch.equal(layer_rows.add(x.clone(), y), x + y)
-    assert torch.equal(layer_rows.add_bias(x.clone(), bias), x + bias)
-
-
 @settings(max_examples=60)
 @given(heads=st.integers(1, 5), width=st.integers(1, 70), units=st.integers(1, 9), **SHAPES)
 def test_put(rows, threads, seed, heads, width, units):
@@ -161,8 +151,6 @@ def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
         layer_rows.rms_norm(x, normal(1, 63), 1e-5, False)
     with pytest.raises(RuntimeError):
         layer_rows.rotate(heads, normal(1, 3, 1, 20), normal(1, 3, 1, 20))
-    with pytest.raises(RuntimeError):
-        layer_rows.add_bias(x.clone(), normal(1, 65))
     one = torch.zeros(1, dtype=torch.int64)
     stored = layer_rows.put_rows(
         torch.zeros(1, 2, 3, 4, dtype=torch.uint8), one, one, torch.ones(1, 3, 4).byte()

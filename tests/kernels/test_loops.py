@@ -5,6 +5,8 @@ left to PyTorch.
 import json
 import os
 import subprocess
+from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -20,16 +22,14 @@ from tests.helpers.paths import ROOT
 
 pytest.importorskip("flexgen_helm.kernels.emit")
 from flexgen_helm.kernels import attention_loop, layer_loop
-from flexgen_helm.kernels.emit import Loop, done, part_of_thread
+from flexgen_helm.kernels.emit import Loop
 from flexgen_helm.quant import numba_kernels, packing_loop
 
 
-@Loop
-def fails_in_the_last_part(address):
-    part, parts = part_of_thread(address)
+@partial(Loop, namedtuple("Row", "x"))
+def fails_in_the_last_part(given, part, parts):
     if part == parts - 1:
         raise ValueError("on purpose")
-    done(address, part)
 
 
 @pytest.fixture(params=["openmp", "alone"])
@@ -44,7 +44,7 @@ def threads(request, monkeypatch):
 @pytest.mark.parametrize("most_threads", [1, 2, 3])
 def test_an_error_in_a_loop_reaches_its_caller(threads, most_threads):
     with pytest.raises(LoopError, match="FLEXGEN_HELM_LOOPS=0"):
-        team.run_on_threads(fails_in_the_last_part.address, [], most_threads)
+        team.run_on_threads(fails_in_the_last_part, [0], most_threads)
 
 
 def test_a_row_of_zeros_without_eps_is_divided_as_ieee_says(threads):
@@ -77,17 +77,14 @@ def test_memory_of_loops_does_not_follow_the_default_dtype(threads, dtype):
     torch.testing.assert_close(results[1], F.rms_norm(x, (96,), None, 1e-5))
 
 
-@Loop
-def writes_nothing(address):
-    done(address, part_of_thread(address)[0])
+@partial(Loop, namedtuple("Row", "x"))
+def writes_nothing(given, part, parts):
+    pass
 
 
 TRIED = [
     (attention.loops, attention_loop, "attend"),
-    *(
-        (layer_rows.loops, layer_loop, f"{name}_rows")
-        for name in ("norm", "rotate", "combine", "bias", "put")
-    ),
+    *((layer_rows.loops, layer_loop, f"{name}_rows") for name in ("norm", "rotate", "gate", "put")),
     *(
         (kernels.loops, numba_kernels, name)
         for name in ("dequantize_rows", "dequantize_columns", "matmul_columns")

@@ -78,7 +78,7 @@ class Reference:
 
 def write(cache, sequence, layer, k, v):
     ((units, _),) = cache.codec.encode_prompts(k, v, [(slice(0, len(k)), True)])
-    cache.write(*sequence.seat, layer, k, v, units)
+    cache.write(sequence.seat, layer, (k, v), units)
 
 
 def open_cache(folder, home, fmt, overlap):
@@ -108,7 +108,8 @@ def visible(cache, block, layer):
             values = torch.full_like(keys, float("nan"))
         else:
             keys, values = cache.read(block, layer, part)
-        mask, columns = part.visible[None].mask, part.key_positions
+        seen = part.visible[None]
+        mask, columns = seen.mask, seen.key_positions
         for row, number in enumerate(range(part.sequences.start, part.sequences.stop)):
             for column in range(keys.shape[2]):
                 if mask is None or mask[row, 0, 0, column] == 0:

@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine.attention_metadata import LayerAttention, PromptAttention
+from flexgen_helm.engine.attention_metadata import LayerAttention, Prompt
+from flexgen_helm.engine.segment_attention import attend_prompt
 from flexgen_helm.errors import NumericalError, UsageError
 from flexgen_helm.hardware.profile import Disk, Link
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Decoder
+from flexgen_helm.planner.affine import fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.problem import BlockShape, fraction_vector
+from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant import precisions
@@ -119,12 +121,12 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, ali
     q, k, v = (torch.randn(tokens, heads, 16, generator=draw) for heads in (4, 2, 2))
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
     codec = QuantizedCodec(fmt, 2, 16, torch.float32)
-    prompt = PromptAttention(
-        Sequence(SequenceKind.PROMPT, (), [1] * tokens, tokens, start), slice(0, tokens)
-    )
+    sequence = Sequence(SequenceKind.PROMPT, (), [1] * tokens, tokens, start)
+    prompt = Prompt(sequence, slice(0, tokens))
     config, cache = AttentionConfig(0.25, slopes=slopes), Mock(codec=codec)
     ((_, older),) = codec.encode_prompts(k, v, [(slice(0, tokens), False)])
-    found, _ = prompt.attend(LayerAttention(Mock(), 0, window, config, cache), q, k, v, older)
+    at = LayerAttention(Mock(), 0, window, config, cache)
+    found, _ = attend_prompt(at, prompt, q, (k, v), older)
     expected = direct(q, k, v, fmt, 0.25, slopes, start, window)
     assert (found - expected).abs().max() < 1e-5
     if tokens > 40 and window is None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.models import attention
-from flexgen_helm.models.attention import AttentionConfig
+from flexgen_helm.models.attention import AttentionConfig, VisibleKeys
 from flexgen_helm.models.config import Window
 from tests.helpers.attention_formula import attention as attention_formula
 
@@ -77,7 +77,7 @@ def test_causal(kernel, config, key_heads, monkeypatch):
             allowed &= at[:, None] // window.tokens == at // window.tokens
         elif window is not None:
             allowed &= at[:, None] - at < window.tokens
-        found = attention.attend_causal(q, k, v, config, window, start)
+        found = attention.attend_causal(q, (k, v), config, window, start)
         assert close(found, formula(q, k, v, config, allowed, at - start)), (tokens, window, start)
 
 
@@ -89,7 +89,7 @@ def test_cached_rows_see_as_many_keys_as_they_have(kernel, config, key_heads):
     mask = torch.zeros(4, 13).masked_fill_(torch.arange(13)[None] >= lengths[:, None], -math.inf)[
         :, None, None
     ]
-    out, lse = attention.attend_cached(q, k, v, config, lengths - 1, mask)
+    out, lse = attention.attend_cached(q, (k, v), config, lengths - 1, VisibleKeys(mask))
     for row in range(4):
         allowed = torch.arange(13)[None] < lengths[row]
         keys, values = k[row].transpose(0, 1), v[row].transpose(0, 1)
@@ -127,10 +127,9 @@ def test_a_window_over_a_shared_segment_merges_with_the_rest(kernel, config, win
     at = torch.arange(8, 13)
     hidden = at[:, None] - torch.arange(8) >= window
     mask = attention.additive_mask(hidden, torch.float32)
-    common = attention.attend_prefix(
-        q, k[:8].transpose(0, 1), v[:8].transpose(0, 1), config, at, mask, hidden.all(-1)
-    )
-    rest = attention.attend_causal(q, k[8:], v[8:], config, Window(window))
+    keys_values = k[:8].transpose(0, 1), v[:8].transpose(0, 1)
+    common = attention.attend_prefix(q, keys_values, config, at, VisibleKeys(mask, hidden.all(-1)))
+    rest = attention.attend_causal(q, (k[8:], v[8:]), config, Window(window))
     distance = at[:, None] - torch.arange(13)[None, :]
     expected = formula(q, k, v, config, (distance >= 0) & (distance < window), at)
     assert close(attention.merge_partial(rest, common), expected)
@@ -150,7 +149,7 @@ def test_merged_segments_equal_the_concatenation(name, tokens, border, keys, see
     q, k, v = torch.randn(tokens, 6, 8) * 4, torch.randn(keys, 2, 8), torch.randn(keys, 2, 8)
     parts = [
         attention.attend_prefix(
-            q, k[part].transpose(0, 1), v[part].transpose(0, 1), config, at - part.start
+            q, (k[part].transpose(0, 1), v[part].transpose(0, 1)), config, at - part.start
         )
         for part in (slice(0, border), slice(border, keys))
     ]
@@ -174,8 +173,8 @@ def test_products_of_16_bits_do_not_overflow(monkeypatch):
         torch.linspace(60, 80, 3)[:, None, None].expand(3, 2, 64).to(HALF),
         torch.randn(3, 2, 64, dtype=HALF),
     )
-    out, lse = attention.attend_causal(q, k, v, AttentionConfig(0.04))
-    expected = attention.attend_causal(q.float(), k.float(), v.float(), AttentionConfig(0.04))
+    out, lse = attention.attend_causal(q, (k, v), AttentionConfig(0.04))
+    expected = attention.attend_causal(q.float(), (k.float(), v.float()), AttentionConfig(0.04))
     assert (q[0].double() @ k[0].double().T).max() > 3e5
     assert lse.isfinite().all() and (lse / expected[1] - 1).abs().max() < 1e-3
     assert (out.float() - expected[0]).abs().max() < 1e-2
@@ -226,8 +225,8 @@ def test_the_host_attends_to_16_bits_in_float32(monkeypatch, name, key_heads, at
     )
     q, k, v = (x.half().float() for x in (q, k, v))
     mask = attention.additive_mask((torch.arange(13) >= lengths[:, None])[:, None, None], FULL)
-    rest = CONFIGS[name], lengths - 1, mask
-    out, lse = attention.attend_cached(q.half(), k.half(), v.half(), *rest)
+    rest = CONFIGS[name], lengths - 1, VisibleKeys(mask)
+    out, lse = attention.attend_cached(q.half(), (k.half(), v.half()), *rest)
     assert out.dtype == HALF and lse.dtype == FULL
-    expected, expected_lse = attention.attend_cached(q, k, v, *rest)
+    expected, expected_lse = attention.attend_cached(q, (k, v), *rest)
     assert (out - expected).abs().max() < 5e-3 and (lse - expected_lse).abs().max() < 1e-4

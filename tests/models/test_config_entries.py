@@ -14,6 +14,7 @@ from functools import cache
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
@@ -22,6 +23,7 @@ from flexgen_helm.checkpoint.folder import CONFIG, SINGLE, read_config
 from flexgen_helm.errors import FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import ARCHITECTURES, architecture_of_config
 from tests.helpers.parity import TOLERANCE
+from tests.helpers.paths import DATA
 from tests.helpers.shares import share
 from tests.helpers.tiny_models import gemma3_with_images
 
@@ -30,123 +32,9 @@ PROMPTS = [
     [30, 2],
     [5, 9, 31, 7, 7, 7, 1, 2, 3],
 ]
-SIZES = dict(
-    vocab_size=33, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None,
-    eos_token_id=0, pad_token_id=0,
-)  # fmt: skip
-# Class -> configuration class, and what its sizes lack.
-CLASSES = {
-    "LlamaForCausalLM": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
-    "MistralForCausalLM": ("MistralConfig", dict(sliding_window=7)),
-    "MixtralForCausalLM": ("MixtralConfig", dict(num_local_experts=4, sliding_window=7, head_dim=12)),
-    "Phi3ForCausalLM": ("Phi3Config", {}),
-    "Qwen2ForCausalLM": ("Qwen2Config", dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)),
-    "Qwen3ForCausalLM": ("Qwen3Config", dict(head_dim=12, use_sliding_window=True, sliding_window=5)),
-    "Qwen3MoeForCausalLM": (
-        "Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=12)
-    ),
-    "Gemma2ForCausalLM": ("Gemma2Config", dict(head_dim=12, sliding_window=7)),
-    "Gemma3ForCausalLM": ("Gemma3TextConfig", dict(head_dim=12, sliding_window=7, num_hidden_layers=7)),
-    "Olmo2ForCausalLM": ("Olmo2Config", dict(attention_bias=True)),
-    "OPTForCausalLM": ("OPTConfig", dict(ffn_dim=40, word_embed_proj_dim=48, init_std=0.3)),
-    "GPT2LMHeadModel": ("GPT2Config", dict(n_positions=64, intermediate_size=None)),
-    "GPTNeoForCausalLM": ("GPTNeoConfig", dict(attention_types=[[["global", "local"], 1]], window_size=5)),
-    "GPTNeoXForCausalLM": ("GPTNeoXConfig", dict(hidden_size=64)),
-    "MptForCausalLM": ("MptConfig", dict(max_seq_len=64)),
-    "BloomForCausalLM": ("BloomConfig", {}),
-}  # fmt: skip
-# Without meaning for the numbers, or of how a program runs a model.
-IGNORED = {
-    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version",
-    "initializer_range", "init_std", "use_cache", "return_dict", "output_hidden_states",
-    "output_attentions", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
-    "vocab_size", "is_encoder_decoder",
-}  # fmt: skip
+TABLES = yaml.safe_load((DATA / "config_entries.yaml").read_text())
+SIZES, CLASSES, ENTRIES, KIND = map(TABLES.get, ("sizes", "classes", "entries", "kinds"))
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Entries that no configuration here has by default, or none with these values.
-ENTRIES = {
-    "partial_rotary_factor": [0.5],
-    "rotary_pct": [0.5],
-    "rotary_emb_base": [333],
-    "rope_theta": [333.0],
-    "rope_local_base_freq": [77.0],
-    "original_max_position_embeddings": [20],
-    "head_dim": [6, 12],
-    "n_inner": [40],
-    "n_embd": [48],
-    "n_embed": [48],
-    "n_head": [2],
-    "n_layer": [1],
-    "n_positions": [32],
-    "attention_types": [[[["local"], 2]], [[["local"], 1]], [[["local", "sparse"], 1]]],
-    "window_size": [3],
-    "attn_config": [
-        {name: value}
-        for name, value in dict(
-            clip_qkv=0.5,
-            qk_ln=True,
-            prefix_lm=True,
-            alibi=False,
-            alibi_bias_max=4,
-            softmax_scale=0.7,
-        ).items()
-    ],
-    "num_experts": [4],
-    "num_local_experts": [4],
-    "sliding_window": [None, 3],
-    "layer_types": [[SLIDING] * 2, [FULL, SLIDING], [FULL] * 2, [FULL] * 7],
-    "sliding_window_pattern": [2],
-    "_sliding_window_pattern": [2],
-    "per_layer_config": [
-        {"0": {"num_key_value_heads": 2}},
-        {"0": {"sliding_window": 3}},
-        {"1": {"rms_norm_eps": 0.5}},
-    ],
-    "mlp_only_layers": [[0], [1]],
-    "decoder_sparse_step": [2],
-    "final_logit_softcapping": [None, 3.0],
-    "attn_logit_softcapping": [None, 3.0],
-    "query_pre_attn_scalar": [20],
-    "_remove_final_layer_norm": [True],
-    "is_causal": [False],
-    "rope_scaling": [None, {}],
-    "text_config": [None],
-}
-KIND = {
-    "default": {},
-    "linear": dict(factor=3.0),
-    "llama3": dict(
-        factor=3.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=20
-    ),
-    "llama3 ": dict(factor=3.0, low_freq_factor=2.0, high_freq_factor=8.0),
-    "yarn": dict(factor=3.0, original_max_position_embeddings=20),
-    "yarn ": dict(
-        factor=3.0,
-        original_max_position_embeddings=20,
-        attention_factor=0.77,
-        beta_fast=9.0,
-        beta_slow=2.0,
-    ),
-    "yarn  ": dict(
-        factor=3.0,
-        original_max_position_embeddings=20,
-        mscale=0.7,
-        mscale_all_dim=1.3,
-        truncate=False,
-    ),
-    "yarn   ": dict(factor=3.0, mscale=0.7),
-    "yarn    ": dict(factor=None, original_max_position_embeddings=16),
-    "longrope": dict(original_max_position_embeddings=20),
-    "longrope ": dict(original_max_position_embeddings=20, factor=5.0),
-    "longrope  ": dict(original_max_position_embeddings=20, attention_factor=0.6, factor=2.0),
-    "longrope   ": {},
-    "su": dict(original_max_position_embeddings=20),
-    "dynamic": dict(factor=3.0),
-    "proportional": {},
-    "mrope": dict(mrope_section=[2, 2, 2]),
-    "unheard-of": {},
-}
 
 
 def with_factors(kind, pairs):
@@ -242,10 +130,10 @@ def changes(name):
     for relative in CLASSES:
         foreign |= configuration(relative)
     for key, value in base.items():
-        if key not in IGNORED:
+        if key not in TABLES["ignored"]:
             yield from ({key: changed} for changed in variations(key, value))
     for key, value in foreign.items():
-        if key not in IGNORED and key not in base:
+        if key not in TABLES["ignored"] and key not in base:
             yield {key: value}
             yield from (
                 {key: changed} for changed in variations(key, value) if changed is not REMOVED

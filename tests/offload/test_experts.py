@@ -45,7 +45,7 @@ class Disk:
     """
 
     def __init__(self, seed=0, slowest=0.0):
-        self._random, self._slowest = random.Random(seed), slowest
+        self.random, self.slowest = random.Random(seed), slowest
         self.reads = []
         self.fail_at = None
 
@@ -58,13 +58,13 @@ class Source:
     def __init__(self, name, disk):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         self.content = torch.randint(0, 256, (2, SIZE), dtype=torch.uint8, generator=generator)
-        self.name, self._disk = name, disk
+        self.name, self.disk = name, disk
 
     def fetch(self, slot):
-        number = len(self._disk.reads)
-        self._disk.reads.append(self.name)
-        time.sleep(self._disk._random.random() * self._disk._slowest)
-        if number == self._disk.fail_at:
+        number = len(self.disk.reads)
+        self.disk.reads.append(self.name)
+        time.sleep(self.disk.random.random() * self.disk.slowest)
+        if number == self.disk.fail_at:
             raise OSError("the disk is gone")
         return dict(zip("ab", slot.view(2, SIZE).copy_(self.content)))
 

@@ -12,9 +12,9 @@ from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kv_cache import cache, storage
 from flexgen_helm.offload import weights
+from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.matrices import DiskMatrix
-from flexgen_helm.offload.transfer_manager import SimulatedCopyEngine
 from tests.helpers.faults import replaced
 from tests.helpers.layers import replace_layers
 from tests.helpers.offload import claims

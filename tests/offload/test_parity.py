@@ -94,7 +94,7 @@ def test_any_placement_gives_the_answers_of_the_resident_engine(tiny, in_memory,
 
 def test_overlap_changes_no_bit_whatever_the_delays(tiny, tmp_path, monkeypatch):
     """Random delays in every transfer, several times: the same bits as without overlap."""
-    from flexgen_helm.offload import disk, transfer_manager
+    from flexgen_helm.offload import copy_engine, disk
 
     policy = Policy(3, 2, wg=0.3, wc=0.3, cg=0.3, cc=0.3, hg=0.3, hc=0.3)
     with offloaded(
@@ -112,9 +112,9 @@ def test_overlap_changes_no_bit_whatever_the_delays(tiny, tmp_path, monkeypatch)
 
     monkeypatch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
     monkeypatch.setattr(
-        transfer_manager.SimulatedCopyEngine,
+        copy_engine.SimulatedCopyEngine,
         "_copy",
-        slow(transfer_manager.SimulatedCopyEngine._copy),
+        slow(copy_engine.SimulatedCopyEngine._copy),
     )
     for _ in range(3):
         with offloaded(tiny, "llama", tmp_path, policy, schedule="zigzag", device="sim") as engine:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexgen_helm.kv_cache.codec import QuantizedCodec
-from flexgen_helm.planner.placement import CacheSizes, cache_sizes
+from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PRECISIONS, CacheFormat
 from tests.helpers.planning_problems import config
@@ -35,18 +35,6 @@ def test_a_group_takes_the_bytes_that_the_codec_writes(name, dtype, heads, dim):
     sizes = fmt.group_bytes(heads, dim, dtype.itemsize)
     k, v = torch.randn(2, codec.group_tokens, heads, dim).to(dtype)
     assert [plane.shape for plane in codec.encode(k, v)] == [(1, size) for size in sizes]
-
-
-def test_a_plain_cache_takes_all_elements():
-    assert cache_sizes(OPT, None, 4, on_disk=False) == CacheSizes(12 * 6144, 6144)
-    assert cache_sizes(OPT, None, 4, on_disk=False, one_layer=True) == CacheSizes(6144, 6144)
-
-
-def test_the_last_page_of_a_prompt_on_the_disk_counts():
-    # 6,144 bytes a token: less than one is unused
-    assert cache_sizes(OPT, None, 4, on_disk=True).fill_tokens == 1
-    assert cache_sizes(config("opt-30b"), None, 2, on_disk=True).fill_tokens == 0  # whole pages
-    assert cache_sizes(OPT, None, 4, on_disk=False).fill_tokens == 0
 
 
 def test_a_quantized_cache_has_a_window_and_whole_pages_on_the_disk():

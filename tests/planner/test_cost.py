@@ -11,11 +11,12 @@ from flexgen_helm.benchmarks.paper.systems import PaperProblem
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.profile import load_profile
+from flexgen_helm.planner.affine import WD, fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import WD, BlockShape, fraction_vector
+from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
@@ -143,7 +144,9 @@ def test_row_by_row_reads_the_weights_for_every_batch():
 
 def test_a_shared_prefix_is_computed_once_and_seen_by_all():
     shared = Workload.of([(512, 32)] * 100, saved_tokens=99 * 400)
-    assert shared.computed == pytest.approx(112 + 4) and shared.pairs == pytest.approx(116 * 512)
+    assert shared.mean_computed == pytest.approx(112 + 4) and shared.mean_pairs == pytest.approx(
+        116 * 512
+    )
     policy = Policy(50, 2, 0.2, 0.8, 0, 1, 0, 1)
     alone = predict(flexgen(count=100), policy, ZIGZAG, rounded=False)
     together = predict(replace(flexgen(), workload=shared), policy, ZIGZAG, rounded=False)

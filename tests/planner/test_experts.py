@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import expert_of, tensor_shapes
+from flexgen_helm.planner.affine import fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
+from flexgen_helm.planner.expert_use import expected_experts, fitted_skew
 from flexgen_helm.planner.placement import (
     Machine,
     StorageSizes,
@@ -25,7 +27,7 @@ from flexgen_helm.planner.placement import (
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import BlockShape, expected_experts, fitted_skew, fraction_vector
+from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.weight_placement import place_weights

@@ -87,14 +87,17 @@ def test_scoring_is_planned_wherever_one_sequence_fits(machine):
     assert any([check_scoring(model, machine) for model in ("opt-125m", names[-1], some)])
 
 
-def test_a_pass_that_cannot_hold_all_is_refused_by_its_number_of_sequences():
+def test_a_pass_that_cannot_hold_all_is_refused_with_the_bytes_of_all():
+    """Where a schedule in blocks fits; the advice is enough."""
     problem = problem_of("opt-30b", "t4", (600, 1, 5100), limits=MemoryLimits(cpu=80 * GIB, disk=0))
     with pytest.raises(
-        MemoryLimitError, match=(r"prefill-only has 5,100 sequences.*leave --schedule out")
+        MemoryLimitError, match="on disk, --disk allows 0 B; raise --disk"
     ) as refused:
         search(problem, (PREFILL_ONLY,))
-    assert "one sequence" not in str(refused.value)
     assert search(problem).schedule == ZIGZAG
+    needed = int(str(refused.value).partition(" bytes)")[0].rpartition("(")[2].replace(",", ""))
+    enough = replace(problem, limits={**problem.limits, "disk": 1.1 * needed})
+    assert search(enough, (PREFILL_ONLY,)).schedule == PREFILL_ONLY
 
 
 # --- Latency ---
@@ -214,11 +217,11 @@ def least_seconds(problem, policy):
             if placed[name] in streamed and expert_of(name) is None:
                 streamed[placed[name]] += problem.storage.matrices[name]
     blocks = -(-workload.num_sequences // policy.block_size)
-    passes = blocks * round(workload.output)
+    passes = blocks * round(workload.mean_output)
     seconds = [passes * streamed["disk"] / hardware.disk.read_bytes_s]
     if hardware.link is not None:
         seconds.append(passes * (streamed["cpu"] + streamed["disk"]) / hardware.link.to_gpu_bytes_s)
-    tokens = workload.num_sequences * (workload.computed + workload.output - 1)
+    tokens = workload.num_sequences * (workload.mean_computed + workload.mean_output - 1)
     heads = workload.output_tokens * config.head_flops_per_token
     rate = hardware.compute_processor.matmul_flops[problem.product_dtype].best
     seconds.append((config.linear_flops_per_token * tokens + heads) / rate)

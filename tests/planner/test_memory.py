@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.planner.placement import CacheSizes, Machine, StorageSizes
+from flexgen_helm.planner.cache_sizes import CacheSizes
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.run_plan import RunMemory, RunSize
@@ -123,7 +124,7 @@ def test_prompts_beyond_one_batch_wait_even_in_a_block_of_one():
     """
     problem = small(200, 400)
     rows = problem.workload.num_sequences
-    tokens = rows * problem.workload.computed
+    tokens = rows * problem.workload.mean_computed
     bound = replace(problem, max_batch_tokens=int(tokens) - 1)
     policy = Policy(rows, 1, 0, 1, 0, 1, 1, 0)
     found = [predict(case, policy, ZIGZAG).memory["gpu"].peak for case in (problem, bound)]

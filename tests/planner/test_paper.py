@@ -10,7 +10,7 @@ from flexgen_helm.benchmarks.paper.systems import COMPRESSED, PaperProblem, with
 from flexgen_helm.benchmarks.paper.tables import MACHINES, evaluate_csv, summarize
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.plan import DATA_SHEET, FITTED, PIPELINE
+from flexgen_helm.planner.measured_range import DATA_SHEET, FITTED, PIPELINE
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.schedules import ZIGZAG

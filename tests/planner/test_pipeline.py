@@ -14,9 +14,9 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.engine.pipeline import divide_layers
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
-from flexgen_helm.planner.placement import SchedulerLimits
+from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
-from flexgen_helm.scheduling.prepare import common_limits, divide, into_lanes
+from flexgen_helm.scheduling.lanes import common_limits, divide, into_lanes
 from flexgen_helm.scheduling.sequence import Request
 
 MODELS = (

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.planner.placement import Machine, SchedulerLimits, StorageSizes
+from flexgen_helm.planner.limits import SchedulerLimits
+from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG

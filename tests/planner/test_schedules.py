@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.planner.schedules import AUTOMATIC, SCHEDULES
-from flexgen_helm.scheduling.scheduler import WorkItem, work_items
+from flexgen_helm.scheduling.stage_visits import WorkItem, work_items
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)

@@ -7,13 +7,8 @@ import pytest
 
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.plan import (
-    EntryWorkload,
-    make_plan,
-    plan_suite,
-    planning_problem,
-    suite_workload,
-)
+from flexgen_helm.planner.plan import make_plan, planning_problem
+from flexgen_helm.planner.suite_plan import EntryWorkload, plan_suite, suite_workload
 from flexgen_helm.planner.workload import Workload
 
 ENTRIES = [
@@ -86,7 +81,8 @@ def test_a_part_has_its_share_of_all_lengths():
             5000 * share
         )
     assert (
-        whole.part(0.3).prompt == pytest.approx(whole.prompt, rel=0.02) and whole.part(1.0) == whole
+        whole.part(0.3).mean_prompt == pytest.approx(whole.mean_prompt, rel=0.02)
+        and whole.part(1.0) == whole
     )
 
 
@@ -98,5 +94,5 @@ def test_sequences_are_added_up():
     assert suite_workload(entries) == Workload(((4, 2, 4), (5, 1, 1)), 36, 3)
     longer = Workload(((4, 2, 1), (4, 3, 2), (4, 8, 1), (5, 1, 1)), 36, 3)
     assert suite_workload(entries, 4.0) == longer, "as long as they may be"
-    assert suite_workload(entries, 0.1).output == 1
+    assert suite_workload(entries, 0.1).mean_output == 1
     assert suite_workload(entries, math.inf).longest == 13

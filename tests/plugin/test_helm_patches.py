@@ -257,15 +257,6 @@ def test_a_helm_that_changed_refuses_suites(unpatched, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, said", [(["-m", "1", "--no-such-flag"], "--no-such-flag"), ([], "required")]
-)
-def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, said):
-    outcome = suite.run_suite(arguments)
-    (sentence,) = outcome.sentences
-    assert outcome.exit_code == 2 and said in sentence
-
-
-@pytest.mark.parametrize(
     "flags, added",
     [
         ((), ""),

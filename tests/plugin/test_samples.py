@@ -18,7 +18,7 @@ from flexgen_helm.plugin.samples import (
     largest_sample,
     possible_shares,
 )
-from flexgen_helm.plugin.suite import Suite
+from flexgen_helm.plugin.sampling import ComputedPart, SuiteSample
 from flexgen_helm.report.paired import PairedScores, metric_named
 
 INSTANCES = 600
@@ -134,12 +134,14 @@ def test_a_run_that_is_cut_has_unbiased_scores(until):
 def test_a_block_that_has_begun_is_finished():
     """Only the first one, without which there is no sample, is given up at the end of the time."""
     asked = namedtuple("Asked", "requests instances")(range(40), ids(40))
-    suite, limits, until = Suite(None), [], time.time() + 1000
-    suite._compute = lambda part, until: limits.append(until) or 0.0
-    suite._blocks = {
-        "a": [SimpleNamespace(responses=lambda: {0: SimpleNamespace(is_cached=False)})]
-    }
-    suite._compute_sample({"a": asked}, until, lambda: None)
+    limits, until = [], time.time() + 1000
+    block = SimpleNamespace(responses=lambda: {0: SimpleNamespace(is_cached=False)})
+
+    def compute_part(part, until):
+        limits.append(until)
+        return ComputedPart(0.0, [block])
+
+    SuiteSample(until, None).compute({"a": asked}, until, compute_part, lambda: False)
     assert limits[0] == until and len(limits) > 2 and set(limits[1:]) == {math.inf}
 
 

@@ -15,6 +15,7 @@ from flexgen_helm.quant import block_products
 from flexgen_helm.quant.block_products import block_matmul, decode_into
 from flexgen_helm.quant.formats import BLOCK_FORMATS
 from tests.helpers.blocks import FORMATS, NAMES, SCALED, drawn_blocks, published_values
+from tests.helpers.shares import share_of
 
 pytest.importorskip("flexgen_helm.kernels.emit")
 Q4_0, Q6_K = BLOCK_FORMATS["Q4_0"], BLOCK_FORMATS["Q6_K"]
@@ -24,7 +25,7 @@ def rows_of_x(count, width, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=80)
+@settings(max_examples=share_of(80, 2))
 @given(
     fmt=st.sampled_from([*FORMATS, *SCALED.values()]),
     count=st.integers(1, 70) | st.just(300),

@@ -45,7 +45,7 @@ def on_a_device(monkeypatch):
     monkeypatch.setattr(kernels, "_is_for_triton", lambda *tensors: True)
 
 
-def use(name: str = "ours") -> list[str]:
+def use(name="ours"):
     """Dequantize twice by plain torch; return the warnings."""
     events: list[Any] = []
     packed, fmt, expected = MATRICES[name]
@@ -77,7 +77,7 @@ def without_a_c_compiler(patch):
 
 def with_a_kernel_that_does_not_compile(patch):
     @triton.jit
-    def broken(packed: Any) -> None:
+    def broken(packed: Any):  # an annotation that is no type of Triton
         pass
 
     patch.setattr(
@@ -161,7 +161,7 @@ def test_on_a_device_a_matrix_is_one_tile_up_to_a_bound(monkeypatch, rows, width
     with torch.device("meta"):
         packed = torch.empty((OURS.num_stripes(rows), OURS.stripe_bytes(width)), dtype=torch.uint8)
         x = torch.empty((600, width), dtype=torch.float16)
-        linear.tiled_linear(x, packed, None, OURS, rows)
+        linear.tiled_linear(x, packed, None, (OURS, rows))
         assert len(seen) == tiles and sum(out.shape[0] for out in seen) == rows
         assert max(out.numel() for out in seen) <= DEVICE_UPCAST_ELEMENTS
         seen.clear()

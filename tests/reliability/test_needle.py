@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
-from flexgen_helm.engine import attention_metadata
-from flexgen_helm.offload import disk, transfer_manager
+from flexgen_helm.engine import loop_attention
+from flexgen_helm.offload import copy_engine, disk
 from flexgen_helm.quant import precisions
 from tests.helpers.offload import offloaded, policies
 from tests.helpers.parity import assert_same, prompts, seeing_longer_neighbours
@@ -112,9 +112,9 @@ def delayed(seed: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk.DirectFile, "_transfer", slow(disk.DirectFile._transfer))
         patch.setattr(
-            transfer_manager.SimulatedCopyEngine,
+            copy_engine.SimulatedCopyEngine,
             "_copy",
-            slow(transfer_manager.SimulatedCopyEngine._copy),
+            slow(copy_engine.SimulatedCopyEngine._copy),
         )
         yield
 
@@ -157,7 +157,7 @@ def test_the_needle_would_notice_a_neighbour(tiny, tmp_path, alone):
     ] * 5  # fmt: skip
     plan = {"policy": "6x1,0,100,0,100,0,100", "schedule": "zigzag"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_metadata, "attend_segments", seeing_longer_neighbours)
+        patch.setattr(loop_attention, "attend_segments", seeing_longer_neighbours)
         with pytest.raises(AssertionError):
             find(
                 tmp_path,

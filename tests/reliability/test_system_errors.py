@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flexgen_helm import cli
-from flexgen_helm.checkpoint.paths import explain, system_error
+from flexgen_helm.checkpoint.system_errors import explain, system_error
 from flexgen_helm.errors import CheckpointError, UnprovedModelError
 from flexgen_helm.report.verification import Recorded
 from tests.checkpoint.test_convert import write_pickled

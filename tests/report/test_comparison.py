@@ -59,7 +59,7 @@ def test_accuracies_are_compared_by_instance(tmp_path):
     assert comparison.interval == pytest.approx(
         (comparison.change - error, comparison.change + error), abs=0.15 * error
     )
-    speeds = {speed["precision"]: speed["tokens_per_s"] for speed in model.speeds}
+    speeds = {speed.label: speed.tokens_per_s for speed in model.speeds}
     assert speeds == {"fp16": 500.0, "4bit": 1000.0}
 
 
@@ -231,7 +231,7 @@ def test_speeds_of_different_work_are_noted(tmp_path):
         "of 1 run"
     )
     assert any("not of the same work" in note and work in note for note in model.notes)
-    assert [speed["instances"] for speed in model.speeds] == [3, 3, 2]
+    assert [speed.instances for speed in model.speeds] == [3, 3, 2]
     assert list(summary_table(model).cells["tokens/s"]) == ["500"] * 3
 
 

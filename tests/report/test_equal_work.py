@@ -14,7 +14,8 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.report.answers import read_instances, read_states
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.pages import scores_page, suite_page
-from flexgen_helm.report.scores import by_scenario, read_finished_runs
+from flexgen_helm.report.pools import pool_by_scenario
+from flexgen_helm.report.scores import read_finished_runs
 from flexgen_helm.report.suite import read_suite
 from tests.helpers.suites import accuracies, request_state, write_run
 
@@ -43,7 +44,7 @@ def write_ways(suite, of_its_own=0, precisions=("fp16", "4bit")):
 def test_runs_of_the_same_instances_are_not_pooled(tmp_path):
     write_ways(tmp_path)
     runs = read_finished_runs(tmp_path)
-    assert [run.num_runs for run in by_scenario(runs)] == [1] * 6
+    assert [run.num_runs for run in pool_by_scenario(runs)] == [1] * 6
     (model,) = compare_suite(tmp_path)
     note = "The 3 runs of mcqa share instances, so they have no row together"
     assert model.pooled == [] and len(model.comparisons) == 3 and note in model.notes
@@ -55,7 +56,7 @@ def test_runs_of_the_same_instances_are_not_pooled(tmp_path):
 def test_disjoint_runs_are_pooled_and_have_the_error_of_all_their_instances(tmp_path):
     """The inverse; the ids of the instances are the same."""
     write_ways(tmp_path, of_its_own=20)
-    (base, quantized) = by_scenario(read_finished_runs(tmp_path))
+    (base, quantized) = pool_by_scenario(read_finished_runs(tmp_path))
     assert (base.entry, base.num_scored, len(base.digests)) == ("mcqa (3 runs)", 60, 60)
     mean = base.scores["exact_match"]
     assert base.standard_errors["exact_match"] == pytest.approx(math.sqrt(mean * (1 - mean) / 59))
@@ -66,7 +67,7 @@ def test_disjoint_runs_are_pooled_and_have_the_error_of_all_their_instances(tmp_
 def test_runs_without_texts_are_not_pooled(tmp_path):
     write_ways(tmp_path, of_its_own=20)
     next(tmp_path.glob("*/scenario_state.json")).write_text("{")
-    assert [run.num_runs for run in by_scenario(read_finished_runs(tmp_path))].count(3) == 1
+    assert [run.num_runs for run in pool_by_scenario(read_finished_runs(tmp_path))].count(3) == 1
     (model,) = compare_suite(tmp_path)
     assert model.pooled == []
     assert any("do not say which instances they have" in note for note in model.notes)
@@ -91,7 +92,9 @@ def test_a_question_that_two_data_sets_have_keeps_the_pool(tmp_path, shared, num
             accuracies([1] * 100),
             texts=texts,
         )
-    assert [run.num_runs for run in by_scenario(read_finished_runs(tmp_path))].count(3) == num_pools
+    assert [run.num_runs for run in pool_by_scenario(read_finished_runs(tmp_path))].count(
+        3
+    ) == num_pools
 
 
 def write_pair(suite, texts=None, **quantized):

@@ -164,7 +164,7 @@ def test_precisions_of_models_are_each_compared_with_the_baseline(tmp_path):
         assert (one.flips.lost, one.flips.won) == (((base > right).sum()), ((base < right).sum()))
     assert texts["b"] == texts["b-4bit"] == INCONCLUSIVE != texts["a-4bit"]
     assert model.remedy.endswith("--baseline b")
-    assert [speed["precision"] for speed in model.speeds] == ["a", "a-4bit", "b", "b-4bit"]
+    assert [speed.label for speed in model.speeds] == ["a", "a-4bit", "b", "b-4bit"]
     assert (
         "precision"
         not in comparison_page([model], "s")

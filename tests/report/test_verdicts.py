@@ -127,14 +127,6 @@ def test_it_is_that_of_random_weights_and_one_document_more(unseen):
     assert change.reversed.p_value(-low) == pytest.approx(0.025, rel=1e-3)
 
 
-def test_with_many_documents_it_is_the_normal_one():
-    change = RatioOfSums(np.random.default_rng(0).normal(0.01, 0.3, 20_000), np.ones(20_000))
-    half = 1.96 * change.standard_error
-    assert change.interval() == pytest.approx(
-        (change.value - half, change.value + half), abs=0.04 * half
-    )
-
-
 def test_no_change_among_few_is_not_no_change():
     ones = np.ones(50)
     for metric in (ACCURACY, F1):
@@ -201,6 +193,7 @@ def judged(paired, margin=0.01, **more):
     return decide(one, verdict.p_value, 1.0 if p_value is None else p_value)
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("count", [3, 20, 60, 300])
 def test_verdicts_on_losses_are_wrong_in_at_most_5_percent(kind, count):
@@ -287,7 +280,7 @@ def answers(lost, won, count):
          (
              "not decided: of all questions like these 2,400, the difference may be 1.5 pp or more"
          ), None),
-        (0, 0, 500, {"look": 0.1}, "not decided: of all questions like these 500, the difference may be 1 pp or more",
+        (0, 0, 500, {"level_share": 0.1}, "not decided: of all questions like these 500, the difference may be 1 pp or more",
          None),
     ],
 )  # fmt: skip

@@ -1,18 +1,14 @@
 """The adapters that make requests of token ids, and what is refused without them."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
 from helm.benchmark.adaptation.adapters.adapter_factory import AdapterFactory
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.metrics.metric import create_metric
-from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.benchmark.scenarios.scenario import with_instance_ids
 from helm.common.object_spec import parse_object_spec
@@ -33,7 +29,7 @@ from tests.helpers.helm_runs import MODEL
 def on_fakes(monkeypatch):
     """The window service that HELM makes for `MODEL` is that of the fake tokenizer."""
 
-    def tokens(text: str) -> list[Any]:
+    def tokens(text):
         return [SimpleNamespace(value=ord(character)) for character in text]
 
     service = SimpleNamespace(
@@ -49,7 +45,7 @@ def on_fakes(monkeypatch):
     monkeypatch.setattr(efficiency, lambda *_: [])
 
 
-def executed(spec: RunSpec, adapter_spec: AdapterSpec, foreign: bool = False) -> Any:
+def executed(spec, adapter_spec, foreign=False):
     """Adapt as a run does, answer with the fake engine, compute the run's own metric.
 
     foreign: with the adapter that HELM has for the method.
@@ -71,7 +67,7 @@ def executed(spec: RunSpec, adapter_spec: AdapterSpec, foreign: bool = False) ->
     return metric.evaluate(ScenarioState(adapter_spec, states), None, "", 1)  # type: ignore[arg-type]
 
 
-def fake_result(request: Any) -> RequestResult:
+def fake_result(request):
     encoder = PromptEncoder(fake_engine.FakeTokenizer())  # type: ignore[arg-type]
     prepared = convert.to_generation_request(request, encoder, 10**6)
     return convert.to_request_result(
@@ -79,7 +75,7 @@ def fake_result(request: Any) -> RequestResult:
     )
 
 
-def run_spec(entry: str) -> RunSpec:
+def run_spec(entry):
     return construct_run_specs(parse_object_spec(entry))[0]
 
 

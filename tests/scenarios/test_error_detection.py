@@ -1,13 +1,9 @@
 """Error detection: which cells are wrong, how examples are drawn, and refusals."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from helm.benchmark.run_spec_factory import construct_run_specs
-from helm.benchmark.scenarios.scenario import Instance
 from helm.common.object_spec import parse_object_spec
 
 import flexgen_helm.plugin  # noqa: F401
@@ -17,11 +13,11 @@ from tests.helpers.data_sets import write_hospital, write_table
 from tests.helpers.helm_runs import MODEL
 
 
-def instances(output: Path) -> list[Instance]:
+def instances(output):
     return error_detection.ErrorDetectionScenario("Hospital").get_instances(str(output))
 
 
-def answer(instance: Instance) -> str:
+def answer(instance):
     (reference,) = instance.references
     assert reference.is_correct
     return reference.output.text
@@ -78,7 +74,7 @@ def test_tables_that_do_not_belong_together_are_refused(dirty, clean, message, t
 
 
 def test_without_network_the_files_place_is_named(tmp_path, monkeypatch):
-    def unreachable(source: str, target: str) -> None:
+    def unreachable(source, target):
         raise OSError("no route to host")
 
     monkeypatch.setattr("urllib.request.urlretrieve", unreachable)

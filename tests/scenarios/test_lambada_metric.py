@@ -1,7 +1,5 @@
 """LAMBADA's accuracy, whichever way a client writes its tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +13,15 @@ from flexgen_helm.scenarios.metrics import LambadaAccuracyMetric
 class Service:
     """A tokenizer of words that writes a leading space as byte-level vocabularies do."""
 
-    def encode(self, text: str) -> SimpleNamespace:
+    def encode(self, text):
         return SimpleNamespace(
             tokens=[TokenizationToken(index) for index, _ in enumerate(text.split())]
         )
 
-    def tokenize(self, text: str) -> list[str]:
+    def tokenize(self, text):
         return ["Ġ" + word if index else word for index, word in enumerate(text.split())]
 
-    def decode(self, tokens: list[TokenizationToken]) -> str:
+    def decode(self, tokens):
         return " fox" if tokens[0].value == 3 else "?"
 
 

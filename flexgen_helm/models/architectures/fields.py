@@ -106,13 +106,11 @@ def read_rope(
     default_theta: float = 10_000.0,
     is_partial: bool = False,
 ) -> RopeConfig:
-    """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5), and what stands
-    beside them.
+    """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
 
-    Of entries that contradict each other the one wins that `transformers` takes
-    (`modeling_rope_utils.py`):
-    `rope_scaling` before `rope_parameters`, and an entry of either before one beside it, but for
-    the original context.
+    Their entries may also stand in the configuration itself. Of entries that contradict each other
+    the one wins that `transformers` takes (`modeling_rope_utils.py`): `rope_scaling` before
+    `rope_parameters`, and either before the configuration itself, but for the original context.
 
     is_partial: the architecture rotates the part of a head that `partial_rotary_factor` says;
         others ignore the entry.
@@ -129,11 +127,11 @@ def read_rope(
     def number(name: str, default: float) -> float:
         return float(rope.get(name) or default)
 
-    def or_beside(name: str, default: float) -> float:
+    def or_outside(name: str, default: float) -> float:
         return float(rope.get(name) or config.get(name) or default)
 
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    rotated = int(head_dim * or_beside("partial_rotary_factor", 1.0))
+    rotated = int(head_dim * or_outside("partial_rotary_factor", 1.0))
     dim = config.get(GGUF_ROTATED, rotated if is_partial else head_dim)
     if not is_partial and rotated != head_dim and kind != "default":
         raise UnsupportedArchitectureError(
@@ -143,7 +141,7 @@ def read_rope(
         )
     record: dict[str, Any] = dict(
         kind=kind,
-        theta=or_beside("rope_theta", default_theta),
+        theta=or_outside("rope_theta", default_theta),
         dim=None if dim == head_dim else dim,
     )
     if kind in ("linear", "llama3"):

@@ -51,12 +51,13 @@ def read_gemma2(config: Config, architecture: str = "gemma2", **features: Any) -
         attn_softcap=config.get("attn_logit_softcapping", 50.0),
         final_softcap=config.get("final_logit_softcapping", 30.0),
     )
-    return llama.read_config(config, architecture, **{**gemma, **features})
+    return llama.read_llama(config, architecture, **{**gemma, **features})
 
 
-def _of_gguf(config: Config, layers_of_27b: int) -> Config:
-    """Add the attention scale, which GGUF files lack; it is another for the 27B size, known by its
-    layers.
+def _with_attention_scale(config: Config, layers_of_27b: int) -> Config:
+    """Add the attention scale, which GGUF files lack.
+
+    It is another for the 27B size, which is known by its number of layers.
     """
     is_27b = config["num_hidden_layers"] == layers_of_27b
     scalar = (
@@ -78,7 +79,7 @@ GEMMA2 = Architecture(
     gguf_names=("gemma2",),
     # GGUF files store 1 + weight of every norm.
     read_gguf=lambda config: replace(
-        read_gemma2(_of_gguf(config, layers_of_27b=46)), norm_plus_one=False
+        read_gemma2(_with_attention_scale(config, layers_of_27b=46)), norm_plus_one=False
     ),
     gguf_tensors=GGUF_TENSORS,
 )
@@ -128,14 +129,14 @@ def _read_ropes(text: Config) -> tuple[RopeConfig, RopeConfig]:
         raise UnsupportedArchitectureError(
             "Gemma 3 with rope_parameters that set truncate to false is not supported"
         )
-    beside = {
+    shared = {
         name: text.get(name)
         for name in ("max_position_embeddings", "partial_rotary_factor", GGUF_ROTATED)
     }
-    beside = {name: value for name, value in beside.items() if value is not None}
+    shared = {name: value for name, value in shared.items() if value is not None}
 
     def read(rope: Config, theta_name: str, default_theta: float) -> RopeConfig:
-        config = {**beside, "rope_parameters": rope, "rope_theta": text.get(theta_name)}
+        config = {**shared, "rope_parameters": rope, "rope_theta": text.get(theta_name)}
         return read_rope(config, text["head_dim"], default_theta)
 
     full = {**(by_kind.get("full_attention") or {}), **scaling}
@@ -154,7 +155,7 @@ GEMMA3 = Architecture(
     prefixes=("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
     gguf_names=("gemma3",),
     read_gguf=lambda config: replace(
-        read_gemma3(_of_gguf(config, layers_of_27b=62)), norm_plus_one=False
+        read_gemma3(_with_attention_scale(config, layers_of_27b=62)), norm_plus_one=False
     ),
     gguf_tensors=GGUF_TENSORS,
 )

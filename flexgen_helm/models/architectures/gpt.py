@@ -26,8 +26,9 @@ from flexgen_helm.models.decoder_config import DecoderConfig
 def _gpt_config(
     config: Config, architecture: str, hidden: int, heads: int, **features: Any
 ) -> DecoderConfig:
-    """features: the other fields of `DecoderConfig`, and those in which the architecture
-    differs.
+    """Fill the record of a decoder like GPT-2.
+
+    features: the other fields of `DecoderConfig`, and those in which the architecture differs.
     """
     gpt: dict[str, Any] = dict(
         architecture=architecture,
@@ -49,8 +50,9 @@ def _gpt_config(
 
 
 def _renamed(config: Config, **names: str) -> Config:
-    """Return a configuration by the names that are read here. names: alias=name; a given alias
-    replaces the name's.
+    """Return a configuration with the names that are read here.
+
+    names: alias=name; the value of an alias wins over that of the name.
     """
     return {
         **config,
@@ -215,7 +217,7 @@ def read_gpt_neox(config: Config) -> DecoderConfig:
     bias = config.get("attention_bias", True)
     # Beside the rope parameters `transformers` reads these names alone, and ignores those of other
     # architectures.
-    beside = {
+    rope_entries = {
         "rope_theta": config.get("rotary_emb_base"),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
     }
@@ -229,7 +231,7 @@ def read_gpt_neox(config: Config) -> DecoderConfig:
         max_positions=config["max_position_embeddings"],
         norm_eps=config.get("layer_norm_eps", 1e-5),
         activation=activation_of("GPT-NeoX", config.get("hidden_act", "gelu")),
-        rope=read_rope({**config, **beside}, hidden // heads, is_partial=True),
+        rope=read_rope({**config, **rope_entries}, hidden // heads, is_partial=True),
         residual="parallel" if config.get("use_parallel_residual", True) else "pre_norm",
         qkv_bias=bias,
         out_bias=bias,

@@ -26,7 +26,7 @@ from flexgen_helm.models.config import MoEConfig
 from flexgen_helm.models.decoder_config import DecoderConfig
 
 
-def read_config(config: Config, architecture: str = "llama", **features: Any) -> DecoderConfig:
+def read_llama(config: Config, architecture: str = "llama", **features: Any) -> DecoderConfig:
     """Read Llama's `config.json`. features: fields of `DecoderConfig` in which another architecture
     differs.
     """
@@ -68,7 +68,7 @@ def read_gguf(config: Config) -> DecoderConfig:
     def has_bias(name: str) -> bool:  # no key of the metadata tells
         return f"blk.0.{name}.bias" in config["tensor_names"]
 
-    return read_config(
+    return read_llama(
         config,
         experts=experts,
         qkv_bias=has_bias("attn_q"),
@@ -127,7 +127,7 @@ GGUF_TENSORS = sources({
 LLAMA = Architecture(
     name="llama",
     hf_names=("LlamaForCausalLM", "LlamaModel"),
-    read_config=read_config,
+    read_config=read_llama,
     tensors=TENSORS,
     gguf_names=("llama",),
     read_gguf=read_gguf,
@@ -145,7 +145,7 @@ LLAMA = Architecture(
 
 def read_mistral(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
-    return read_config(
+    return read_llama(
         config, "mistral", windows=read_windows(config), qkv_bias=False, out_bias=False
     )
 
@@ -166,7 +166,7 @@ def read_mixtral(config: Config) -> DecoderConfig:
         config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]
     )
     windows = read_windows(config)
-    return read_config(
+    return read_llama(
         config, "mixtral", experts=experts, windows=windows, qkv_bias=False, out_bias=False
     )
 
@@ -188,7 +188,7 @@ MIXTRAL = Architecture(
 
 def read_olmo2(config: Config) -> DecoderConfig:
     config = {"rms_norm_eps": 1e-5, **config}
-    return read_config(
+    return read_llama(
         config, "olmo2", residual="reordered_norm", qk_norm=True, qk_norm_all_heads=True
     )
 
@@ -221,7 +221,7 @@ def read_phi3_gguf(config: Config) -> DecoderConfig:
     """Read the metadata, or a completed `config.json`."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope, windows = read_rope(config, head_dim, is_partial=True), read_windows(config)
-    return read_config(config, "phi3", rope=rope, windows=windows, qkv_bias=False, out_bias=False)
+    return read_llama(config, "phi3", rope=rope, windows=windows, qkv_bias=False, out_bias=False)
 
 
 # Phi-3, 3.5 and 4: fused projections; long contexts by LongRoPE, served up to the original context.
@@ -251,7 +251,7 @@ def _upper_windows(config: Config) -> tuple[int | None, ...]:
 
 def read_qwen2(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
-    return read_config(
+    return read_llama(
         config, "qwen2", qkv_bias=True, out_bias=False, windows=_upper_windows(config)
     )
 
@@ -270,7 +270,7 @@ QWEN2 = Architecture(
 def read_qwen3(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
     head_dim = config.get("head_dim") or 128
-    return read_config(
+    return read_llama(
         config, "qwen3", head_dim=head_dim, qk_norm=True, windows=_upper_windows(config)
     )
 
@@ -297,7 +297,7 @@ def read_qwen3_moe(config: Config) -> DecoderConfig:
         dense_layers=tuple(i for i in layer_indices(config) if i in dense or (i + 1) % step),
     )
     windows = read_windows(config) if config.get("use_sliding_window") else ()
-    return read_config(config, "qwen3_moe", qk_norm=True, experts=experts, windows=windows)
+    return read_llama(config, "qwen3_moe", qk_norm=True, experts=experts, windows=windows)
 
 
 # Qwen3 with experts (30B-A3B, 235B-A22B): many small ones, eight for each token.

@@ -62,23 +62,23 @@ def _pow(x: Any, exponent: Any) -> Tensor:
 _SUMMED_AT_ONCE = 1 << 15
 
 
-def _is_long(x: Tensor, given: Any, named: Any) -> bool:
-    """Whether rows are summed, and are longer than that."""
-    dim = (given or (named.get("dim"),))[0]
+def _is_long(x: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether the rows of x are summed, and are longer than `_SUMMED_AT_ONCE`."""
+    dim = (args or (kwargs.get("dim"),))[0]
     return x.dim() > 0 and x.shape[-1] > _SUMMED_AT_ONCE and dim in (-1, [-1], (-1,))
 
 
-def _sum(x: Tensor, *given: Any, **named: Any) -> Tensor:
-    if not _is_long(x, given, named):
-        return torch.sum(x, *given, **named)
+def _sum(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not _is_long(x, args, kwargs):
+        return torch.sum(x, *args, **kwargs)
     first, rest = x.tensor_split([_SUMMED_AT_ONCE], -1)
-    return torch.sum(first, *given, **named) + _sum(rest, *given, **named)
+    return torch.sum(first, *args, **kwargs) + _sum(rest, *args, **kwargs)
 
 
-def _mean(x: Tensor, *given: Any, **named: Any) -> Tensor:
-    if not _is_long(x, given, named):
-        return torch.mean(x, *given, **named)
-    return _sum(x, *given, **named) / x.shape[-1]
+def _mean(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not _is_long(x, args, kwargs):
+        return torch.mean(x, *args, **kwargs)
+    return _sum(x, *args, **kwargs) / x.shape[-1]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -34,14 +34,14 @@ def code_digest(class_name: str) -> str:
         import transformers
 
         cls = getattr(transformers, class_name)
-        found = {cls.__module__, cls.config_class.__module__}
-        waiting = list(found)
-        while waiting:
-            for name in _named_by(sys.modules[waiting.pop()]) - found:
-                found.add(name)
-                waiting.append(name)
+        names = {cls.__module__, cls.config_class.__module__}
+        unread = list(names)
+        while unread:
+            new = _named_by(sys.modules[unread.pop()]) - names
+            names |= new
+            unread += new
         modules = [importlib.import_module(f"transformers.{name}") for name in _SHARED]
-    return _digest([sys.modules[name] for name in found] + modules)
+    return _digest([sys.modules[name] for name in names] + modules)
 
 
 @cache

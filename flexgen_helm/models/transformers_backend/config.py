@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flexgen_helm.identity import Identified
 from flexgen_helm.models.config import (
@@ -160,6 +160,17 @@ class SharedKeys(
     readers: tuple[int, ...]
 
 
+class StateDictEntry(NamedTuple):
+    """Where the state dict has a tensor: of which expert, if the entry stacks them.
+
+    transposed: the entry has [in, out].
+    """
+
+    key: str
+    expert: int | None = None
+    transposed: bool = False
+
+
 @dataclass(frozen=True)
 class ModulesConfig(
     Identified,
@@ -225,10 +236,8 @@ class ModulesConfig(
         """The kind of a layer of the whole model."""
         return self.kinds[self.layer_kinds[layer]]
 
-    def key(self, canonical: str) -> tuple[str, int | None, bool]:
-        """Return entry of the state dict, expert, and whether the entry is transposed, of a
-        tensor's canonical name.
-        """
+    def entry_of(self, canonical: str) -> StateDictEntry:
+        """Return where the state dict has the tensor with this canonical name."""
         stage, _, name = canonical.partition(".")
         if stage != "layers":
             special = {
@@ -237,15 +246,16 @@ class ModulesConfig(
                 "lm.bias": self.head_key.removesuffix("weight") + "bias",
                 "layer_inputs.weight": self.layer_input_key,
             }
-            return special.get(name, name), None, False
+            return StateDictEntry(special.get(name, name))
         number, _, name = name.partition(".")
         prefix = f"{self.layers_path}.{number}."
-        if (found := _EXPERT.fullmatch(name)) is None:
-            return prefix + name, None, False
+        if (of_expert := _EXPERT.fullmatch(name)) is None:
+            return StateDictEntry(prefix + name)
         (stack,) = (
-            stack for stack in self.kind(int(number)).experts if stack.path == found["path"]
+            stack for stack in self.kind(int(number)).experts if stack.path == of_expert["path"]
         )
-        return f"{prefix}{stack.path}.{found['entry']}", int(found["number"]), stack.transposed
+        key = f"{prefix}{stack.path}.{of_expert['entry']}"
+        return StateDictEntry(key, int(of_expert["number"]), stack.transposed)
 
 
 # Models of several parts that give placeholders the embedding of another token, even where there is

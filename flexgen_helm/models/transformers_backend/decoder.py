@@ -30,7 +30,7 @@ from flexgen_helm.models.decoder import (
     TableRows,
 )
 from flexgen_helm.models.decoder_config import DecoderConfig
-from flexgen_helm.models.routing import ExpertSizes, RoutedTokens, run_together, wait_for_experts
+from flexgen_helm.models.routing import RoutedTokens, RowExperts, run_together, wait_for_experts
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
@@ -61,20 +61,18 @@ class TransformersDecoder:
     def __init__(
         self, config: TransformersConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.config, self.dtype, self._modules = config, dtype, config.modules
-        found = config.modules
+        modules = config.modules
+        self.config, self.dtype, self._modules = config, dtype, modules
         self._model = LayeredModel(
-            found.text, device, any(config.layer_states), found.own_attention
+            modules.text, device, any(config.layer_states), modules.own_attention
         )
         self._weights: StageWeights | None = None
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
-        # of most layers
+        # of layers that name no other
         self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)
         self._state = TokenState(config)
-        self._table, self._layer_inputs = (
-            self._model.base.get_input_embeddings(),
-            self._model.layer_input_table,
-        )
+        self._table = self._model.base.get_input_embeddings()
+        self._layer_inputs = self._model.layer_input_table
         for table in (self._table, self._layer_inputs):
             if table is not None:  # padding is an id, and the rows of a batch are numbered anew
                 table.padding_idx = None
@@ -90,27 +88,31 @@ class TransformersDecoder:
         # arguments layers get does not depend on its values.
         self._outside = {
             stage: self._tensors_of(self._model.model, shapes)
-            for stage, shapes in (("embed", config.modules.embed), ("head", config.modules.head))
+            for stage, shapes in (("embed", modules.embed), ("head", modules.head))
         }
         self._inside = [
-            self._tensors_of(module, config.modules.kind(layer).resident)
+            self._tensors_of(module, modules.kind(layer).resident)
             for layer, module in enumerate(self._model.layers)
         ]
         for layer, module in enumerate(self._model.layers):
-            modules, kind, runner = dict(module.named_modules()), self._modules.kind(layer), None
-            if kind.mixer is not None:
-                runner = MixerRunner(kind.mixer, modules[kind.mixer.path])
-                modules[kind.mixer.path].forward = partial(self._mix, runner)
-            for name, _ in kind.matrices:
-                path = name.removesuffix(".weight")
-                modules[path].forward = partial(self._linear, path)
-                if runner is not None and path in (*runner.mixer.inputs, runner.mixer.output):
-                    modules[path].forward = partial(runner.linear, path, product=self._linear)
+            self._replace_products(module, modules.kind(layer))
         for module in (self._model.model, *self._model.layers):
             for part in module.modules():
                 if (norm := rms_norm_of(part)) is not None:
                     part.forward = norm
         self._model.call_directly()
+
+    def _replace_products(self, layer: nn.Module, kind: LayerKind) -> None:
+        """Let a layer's linear modules multiply with the engine's weights."""
+        parts, runner = dict(layer.named_modules()), None
+        if kind.mixer is not None:
+            runner = MixerRunner(kind.mixer, parts[kind.mixer.path])
+            parts[kind.mixer.path].forward = partial(self._mix, runner)
+        for name, _ in kind.matrices:
+            path = name.removesuffix(".weight")
+            parts[path].forward = partial(self._linear, path)
+            if runner is not None and path in (*runner.mixer.inputs, runner.mixer.output):
+                parts[path].forward = partial(runner.linear, path, product=self._linear)
 
     def rotary(self, positions: Tensor) -> list[LayerArguments]:
         """What each layer is passed besides the hidden states, for tokens at absolute positions
@@ -178,8 +180,8 @@ class TransformersDecoder:
             return self._model.after(self._state.hidden(hidden), positions).squeeze(0).float()
 
     def _tensors_of(self, module: nn.Module, shapes: Shapes) -> list[_ModuleTensor]:
-        """Find where a stage's tensors belong, and put zeros there."""
-        found = []
+        """Return where a stage's tensors belong, and put zeros there."""
+        module_tensors = []
         for name, shape in shapes:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
@@ -187,22 +189,24 @@ class TransformersDecoder:
                 owner._parameters if leaf in owner._parameters else owner._buffers
             )
             tensors[leaf] = self._no_values.expand(shape)
-            found.append(_ModuleTensor(name, tensors, leaf, tensors[leaf]))
-        return found
+            module_tensors.append(_ModuleTensor(name, tensors, leaf, tensors[leaf]))
+        return module_tensors
 
     @contextmanager
-    def _stage(self, weights: StageWeights, found: Sequence[_ModuleTensor]) -> Iterator[None]:
+    def _stage(
+        self, weights: StageWeights, module_tensors: Sequence[_ModuleTensor]
+    ) -> Iterator[None]:
         """Give modules the tensors of a stage."""
         self._weights = weights
         try:
-            for entry in found:
+            for entry in module_tensors:
                 tensor = weights.vector(entry.name)
                 assert tensor is not None, entry.name
                 entry.tensors[entry.leaf] = tensor.view(entry.zeros.shape)
             yield
         finally:
             self._weights = None
-            for entry in found:
+            for entry in module_tensors:
                 entry.tensors[entry.leaf] = entry.zeros
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
@@ -252,16 +256,14 @@ class TransformersDecoder:
             self._functions.__enter__()
             self._bind(kind, attend)  # other batches have run meanwhile
 
-    def _experts(
-        self, call: ExpertsCall, sizes: ExpertSizes, numbers: Tensor | int, x: Tensor
-    ) -> Tensor:
+    def _experts(self, call: ExpertsCall, experts: RowExperts, x: Tensor) -> Tensor:
         """Rows x [rows, H] through their experts."""
         module, weights = call.module, self._weights
         assert weights is not None
 
         def linear(entry: str, x: Tensor) -> Tensor:
-            y = weights.expert_linear(sizes, f"{call.path}.{{}}.{entry}", x)
-            return y + getattr(module, f"{entry}_bias")[numbers] if module.has_bias else y
+            y = weights.expert_linear(experts, f"{call.path}.{{}}.{entry}", x)
+            return y + getattr(module, f"{entry}_bias")[experts.numbers] if module.has_bias else y
 
         with self._functions:
             inner = linear("gate_up_proj" if module.has_gate else "up_proj", x)

@@ -18,7 +18,11 @@ from torch.overrides import TorchFunctionMode
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
-from flexgen_helm.models.transformers_backend.interfaces import IMPLEMENTATION, adapt, register
+from flexgen_helm.models.transformers_backend.interfaces import (
+    IMPLEMENTATION,
+    register_with_transformers,
+)
+from flexgen_helm.models.transformers_backend.module_adaptations import adapt
 
 # Layers, experts and heads of a model at most.
 MAX_MODULES = 4096
@@ -43,7 +47,7 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     cls, config = class_and_config(config_text)
     from transformers.initialization import no_init_weights
 
-    register()
+    register_with_transformers()
     config.use_cache = False
     with (
         _NoLargeTensors() if has_buffers else torch.device("meta"),

@@ -18,7 +18,7 @@ import re
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Signature, signature
 from typing import Any
@@ -113,11 +113,11 @@ class LayeredModel:
         """
         self.bindings, self.has_states, self.own_attention = Bindings(), has_states, own_attention
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
-        self.layers_path, found = _find_layers(self.model)
-        self.layers: list[Any] = list(found)
+        self.layers_path, module_list = _find_layers(self.model)
+        self.layers: list[Any] = list(module_list)
         self._states = [_StandInState(is_last=layer is self.layers[-1]) for layer in self.layers]
         for index, (layer, state) in enumerate(zip(self.layers, self._states)):
-            found[index] = _StandIn(layer, state)
+            module_list[index] = _StandIn(layer, state)
         self._cache_names = [
             frozenset().union(*(cache_names(part) for part in layer.modules()))
             for layer in self.layers
@@ -133,10 +133,8 @@ class LayeredModel:
         for module in (self.model, *self.layers):
             module.requires_grad_(False)
             for path, part in module.named_modules():
-                part.__dict__["flexgen_helm_bindings"], part.__dict__["flexgen_helm_path"] = (
-                    self.bindings,
-                    path,
-                )
+                part.__dict__["flexgen_helm_bindings"] = self.bindings
+                part.__dict__["flexgen_helm_path"] = path
                 for name, buffer in part._buffers.items():
                     if buffer is not None and buffer.device.type != "meta":
                         part._buffers[name] = buffer.to(device)
@@ -178,8 +176,8 @@ class LayeredModel:
         with suppress(_AllRecordedError):
             try:
                 self._run(self.base, inputs)
-            # it unpacks what its layers return, and none has run yet
             except (ValueError, IndexError) as error:
+                # The model unpacks what its layers return, and none has run yet.
                 expected = _UNPACKED.search(str(error))
                 if expected is None or any(state.num_returned for state in self._states):
                     raise
@@ -196,10 +194,8 @@ class LayeredModel:
             state.hidden = None
         past = PastOfTokens(arguments["position_ids"])
         return hidden, [
-            LayerArguments(given.positional, given.named, names & given.named.keys()).with_past(
-                past
-            )
-            for given, names in zip(recorded, self._cache_names)
+            replace(of_layer, caches=names & of_layer.named.keys()).with_past(past)
+            for of_layer, names in zip(recorded, self._cache_names)
         ]
 
     def _run(self, model: Any, arguments: Mapping[str, Any]) -> Any:
@@ -209,11 +205,11 @@ class LayeredModel:
         """
         positions = arguments["position_ids"]
         names = {*parameter_names(self.base)}
-        if "position_ids" not in names:  # it numbers tokens from those that its cache has on
-            # not all are annotated
+        if "position_ids" not in names:  # the model numbers tokens from those of its cache on
+            # Not all caches are annotated.
             caches = cache_names(self.base) | names & {"past_key_values", "cache"}
             arguments = {**arguments, **dict.fromkeys(caches, PastOfTokens(positions))}
-        # as many as positions of a sequence
+        # The model's buffer of them has as many as positions of one sequence.
         if hasattr(getattr(self.base, "embeddings", None), "token_type_ids"):
             arguments = {**arguments, "token_type_ids": torch.zeros_like(positions)}
         without_values = positions.device.type == "meta" and not self.own_attention

@@ -20,14 +20,9 @@ from flexgen_helm.models.transformers_backend.config import (
 )
 from flexgen_helm.models.transformers_backend.empty_model import class_and_config
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall
+from flexgen_helm.models.transformers_backend.layer_kinds import kept_in_float32, layer_kind
 from flexgen_helm.models.transformers_backend.layered_model import LayeredModel, own_tensors
-from flexgen_helm.models.transformers_backend.trace import (
-    LayerTrace,
-    ModelTrace,
-    kept_in_float32,
-    layer_kind,
-    trace_layers,
-)
+from flexgen_helm.models.transformers_backend.trace import LayerTrace, ModelTrace, trace_layers
 
 OWN_ATTENTION = "computes attention in a way that is not known here"
 _one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
@@ -99,7 +94,7 @@ def _record(
     words = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
     without = {layer for layer, word in enumerate(words) if word in ("mlp", "moe")}
     by_layer = [
-        None if layer in without and not of_layer.calls else _only_call(of_layer, name)
+        None if layer in without and not of_layer.attention_calls else _only_call(of_layer, name)
         for layer, of_layer in enumerate(trace.layers)
     ]
     calls = [call for call in by_layer if call is not None]
@@ -160,7 +155,7 @@ def _modules(
         SharedKeys(
             key, layer, k.shape[1], k.shape[3], v.shape[3],
             tuple(n for n, call in enumerate(by_layer)
-                  if n > layer and call is not None and call.key is k),
+                  if n > layer and call is not None and call.key_object is k),
         )
         for layer, of_layer in enumerate(trace.layers)
         for key, (k, v) in of_layer.shared.items()
@@ -195,19 +190,19 @@ def _only_call(trace: LayerTrace, name: str) -> AttentionCall | None:
     """Return the layer's call of attention; None for one that keeps a state instead of keys and
     values.
     """
-    if not trace.calls and trace.mixers:
+    if not trace.attention_calls and trace.mixers:
         return None
-    if len(trace.calls) != 1:
+    if len(trace.attention_calls) != 1:
         why = (
             "keep states, or attend, in a way of their own"
-            if not trace.calls
+            if not trace.attention_calls
             else "need several caches"
         )
         raise UnsupportedArchitectureError(
             f"{name} has layers that {why}, which is not supported: they call attention "
-            f"{len(trace.calls)} times through transformers' attention interface"
+            f"{len(trace.attention_calls)} times through transformers' attention interface"
         )
-    (call,) = trace.calls
+    (call,) = trace.attention_calls
     if not call.mask.is_causal:
         raise UnsupportedArchitectureError(
             f"attention of {name} is neither causal nor over a causal window"

@@ -56,8 +56,8 @@ class StateCache(PastOfTokens):
                 values = values.to(dtype)
             getattr(layer, f"{state.kind}_states")[state.number] = values.clone()
 
-    def found(self) -> list[tuple[SequenceState, Tensor]]:
-        """Return what the module keeps, each [B, …]."""
+    def kept_states(self) -> list[tuple[SequenceState, Tensor]]:
+        """Return the states that the module keeps, each [B, …]."""
         kinds: tuple[Literal["conv", "recurrent"], ...] = ("conv", "recurrent")
         return [
             (SequenceState(kind, number, tuple(values.shape[1:])), values)
@@ -68,23 +68,17 @@ class StateCache(PastOfTokens):
 
     def states(self) -> Tensor:
         """Return all states [B, elements] in float32."""
-        return torch.cat([values.float().flatten(1) for _, values in self.found()], 1)
+        return torch.cat([values.float().flatten(1) for _, values in self.kept_states()], 1)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        self._on_state()
-        return (
-            self._layer.conv_states[state_idx]
-            if self._layer.has_previous_state[state_idx]
-            else None
-        )
+        return self._previous(self._layer.conv_states, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        return self._previous(self._layer.recurrent_states, state_idx)
+
+    def _previous(self, states: Any, number: int) -> Any:
         self._on_state()
-        return (
-            self._layer.recurrent_states[state_idx]
-            if self._layer.has_previous_state[state_idx]
-            else None
-        )
+        return states[number] if self._layer.has_previous_state[number] else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any
@@ -136,7 +130,10 @@ class MixerRunner:
         self._group: StateGroup | None = None
 
     def linear(self, path: str, x: Tensor, product: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """Return what a linear layer gives for one group; `product` computes it for all tokens."""
+        """Return what a linear layer gives for the group that runs; x for the module's output.
+
+        Without a group it is `product`, which computes it for all tokens.
+        """
         if self._group is None:
             return product(path, x)
         return x if path == self.mixer.output else _of_group(self._projected[path], self._group)
@@ -155,34 +152,12 @@ class MixerRunner:
         hidden = next(iter((*positional, *named.values())))
         self._projected = {path: product(path, hidden) for path in self.mixer.inputs}
         out: Tensor | None = None
-        beside: tuple[None, ...] = ()  # what it returns besides, such as the state
+        other_results: list[Any] = []  # of the module, such as the state
         try:
             for group in _token_by_token(groups) if self.mixer.one_by_one else groups:
-                self._group = group
-                cache = StateCache(torch.zeros((1, 1), dtype=torch.long, device=hidden.device))
-                if group.states is not None:
-                    cache.begin(
-                        self.mixer.states, group.states.split(self.mixer.sizes, 1), hidden.dtype
-                    )
-
-                def given(value: Any, group: StateGroup = group, cache: StateCache = cache) -> Any:
-                    """What the group is passed: its tokens' part of what belongs to tokens, and its
-                    cache.
-                    """
-                    if isinstance(value, PastOfTokens):
-                        return cache
-                    of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
-                    return _of_group(value, group) if of_tokens else value
-
-                words = {
-                    name: None if name == "attention_mask" else given(value)
-                    for name, value in named.items()
-                }
-                part = self._forward(*map(given, positional), **words)
-                if isinstance(part, tuple):
-                    part, beside = part[0], (None,) * (len(part) - 1)
+                returned = self._run_group(group, hidden, positional, named)
+                part, *other_results = returned if isinstance(returned, tuple) else (returned,)
                 part = part.flatten(0, 1)
-                group.keep(cache.states())
                 if out is None:
                     out = part.new_empty((hidden.shape[1], part.shape[1]))
                 out[group.tokens] = part
@@ -190,13 +165,42 @@ class MixerRunner:
             self._group, self._projected = None, {}
         assert out is not None
         out = product(self.mixer.output, out[None]) if self.mixer.output else out[None]
-        return (out, *beside) if beside else out
+        return (out, *[None] * len(other_results)) if other_results else out
+
+    def _run_group(
+        self,
+        group: StateGroup,
+        hidden: Tensor,
+        positional: tuple[Any, ...],
+        named: Mapping[str, Any],
+    ) -> Any:
+        """Return what the module gives for one group, and keep the group's states.
+
+        The group is passed a cache, and its tokens' part of what belongs to tokens.
+        """
+        self._group = group
+        cache = StateCache(torch.zeros((1, 1), dtype=torch.long, device=hidden.device))
+        if group.states is not None:
+            states = group.states.split(self.mixer.sizes, 1)
+            cache.begin(self.mixer.states, states, hidden.dtype)
+
+        def part_of(value: Any) -> Any:
+            if isinstance(value, PastOfTokens):
+                return cache
+            is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
+            return _of_group(value, group) if is_of_tokens else value
+
+        named_parts = {
+            name: None if name == "attention_mask" else part_of(value)
+            for name, value in named.items()
+        }
+        returned = self._forward(*map(part_of, positional), **named_parts)
+        group.keep(cache.states())
+        return returned
 
 
 def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
-    """Divide groups of several tokens that go on from a state: the first tokens, then the second
-    ones, and so on.
-    """
+    """Divide groups of several tokens that go on from a state into groups of a token each."""
     divided = []
     for group in groups:
         if group.states is None or group.one_each:
@@ -209,7 +213,11 @@ def _token_by_token(groups: Iterable[StateGroup]) -> Iterator[StateGroup]:
 
 
 def _steps(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
-    # The longest come first, so those that have a token of a step are the first ones.
+    """Yield a group for each step: a token of each sequence that still has one.
+
+    States are updated in place, and handed to each sequence's `keep` at the end.
+    """
+    # The longest come first, so the sequences that have a token of a step are the first ones.
     groups = sorted(groups, key=lambda group: group.tokens.stop - group.tokens.start, reverse=True)
     tokens = [range(group.tokens.start, group.tokens.stop) for group in groups]
     states = (
@@ -219,13 +227,14 @@ def _steps(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
     )
     for step in range(len(tokens[0]) if groups else 0):
         rows = [row[step] for row in tokens if step < len(row)]
-        behind = states[: len(rows)]
-        yield StateGroup(torch.tensor(rows, device=states.device), True, behind, behind.copy_)
+        step_states = states[: len(rows)]
+        tokens_of_step = torch.tensor(rows, device=states.device)
+        yield StateGroup(tokens_of_step, True, step_states, step_states.copy_)
     for index, group in enumerate(groups):
         group.keep(states[index : index + 1])
 
 
 def _of_group(value: Tensor, group: StateGroup) -> Tensor:
-    """[1, T, …] -> [1, t, …] of one sequence, or [B, 1, …] of one token each."""
+    """Return the group's part of [1, T, …]: [1, t, …] of one sequence, or [B, 1, …]."""
     part = value[:, group.tokens]
     return part.transpose(0, 1) if group.one_each else part

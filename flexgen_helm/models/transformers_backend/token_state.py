@@ -1,8 +1,7 @@
 """What tokens carry from layer to layer of a model of `transformers`, as one row of a tensor for
 each token.
 
-    hidden states, of every stream | inputs of every layer, from a second table | keys and values
-    used again
+    hidden states of every stream | inputs of every layer | keys and values used again
 
 Most models have the first part alone, in one stream. Gemma 3n and Hunyuan 4 have four streams.
 Gemma 3n and Gemma 4 look up an input of every layer with the token, and their last layers attend

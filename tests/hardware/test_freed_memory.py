@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from flexgen_helm.hardware import host_memory
-from flexgen_helm.hardware.host_memory import UNCOUNTED_BYTES, ResidentMemory
+from flexgen_helm.hardware import freed_memory
+from flexgen_helm.hardware.freed_memory import UNCOUNTED_BYTES, ResidentMemory
 
 MIB = 1 << 20
 
@@ -16,8 +16,8 @@ class Process:
 
     def __init__(self, monkeypatch):
         self.used, self.gaps, self.returned = 500 * MIB, 0, 0
-        monkeypatch.setattr(host_memory, "resident_bytes", lambda: self.used + self.gaps)
-        monkeypatch.setattr(host_memory, "return_freed_memory", self.give_back)
+        monkeypatch.setattr(freed_memory, "resident_bytes", lambda: self.used + self.gaps)
+        monkeypatch.setattr(freed_memory, "return_freed_memory", self.give_back)
 
     def give_back(self):
         self.gaps, self.returned = 0, self.returned + 1
@@ -55,7 +55,7 @@ def test_gaps_between_blocks_are_resident_until_then():
     """
     code = """
 import torch
-from flexgen_helm.hardware.host_memory import ResidentMemory, keep_freed_memory, resident_bytes
+from flexgen_helm.hardware.freed_memory import keep_freed_memory, resident_bytes, ResidentMemory
 keep_freed_memory()
 resident = ResidentMemory(180 << 20)
 before = resident_bytes()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest
-from flexgen_helm.hardware.process_state import exact_products
+from flexgen_helm.hardware.exact_products import exact_products
 from flexgen_helm.models.decoder import alibi_slopes, inverse_frequencies
 from flexgen_helm.models.decoder_config import RopeConfig
 from tests.helpers.parity import assert_equals_reference

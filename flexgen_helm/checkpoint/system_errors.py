@@ -1,0 +1,63 @@
+"""Errors of the operating system in sentences that say what helps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+from flexgen_helm.checkpoint.paths import state_dir
+from flexgen_helm.errors import CheckpointError, FlexgenError, UnprovedModelError
+
+# Folders that this command was given, by option; commands and engines add theirs.
+GIVEN_FOLDERS: dict[str, Path] = {}
+# What helps against an error of the system; against the first four another folder does, too.
+_REMEDIES = {
+    errno.ENOSPC: "free some room",
+    errno.EDQUOT: "free some of the quota",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EIO: "look at the disk (dmesg)",
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.ENFILE: "close programs with many open files",
+    errno.ENOMEM: "free some memory",
+    errno.ENOENT: "",
+}
+_ELSEWHERE = [*_REMEDIES][:4]
+# How libraries in Rust and PyTorch say it.
+_OS_ERROR = re.compile(r"(?:\(os error |(?:mode|>): [A-Z][\w ]+ \()(\d+)\)")
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """Return the system's error that an error came from, such as a full disk, if it is known."""
+    while error is not None:
+        code = error.errno if isinstance(error, OSError) else None
+        if code is None and (in_text := _OS_ERROR.search(str(error))):
+            code = int(in_text[1])
+        if _REMEDIES.get(code or 0):
+            return error if isinstance(error, OSError) else OSError(code, os.strerror(code or 0))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def explain(error: BaseException) -> str:
+    """Return an error as a sentence; of a failed system call with the file, and what helps."""
+    if isinstance(error, (CheckpointError, UnprovedModelError)):  # their advice would not help
+        system = system_error(error)
+        error = system if system is not None and system.filename else error
+    cause = error if isinstance(error, OSError) else error.__cause__
+    text = str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}"
+    text = re.sub(r"\[Errno \d+\] ", "", text)
+    if not isinstance(cause, OSError) or not (cause.filename or system_error(cause)):
+        return text
+    if cause is error:
+        text = f"{cause.filename or 'a file'} cannot be used: {cause.strerror}"
+    path = Path(str(cause.filename)).absolute()
+    folders = {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()}
+    names = [name for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
+    another = f"name another folder with {names[0]}" if names and cause.filename else ""
+    remedies = [_REMEDIES.get(cause.errno or 0, "")]
+    if cause.errno in _ELSEWHERE or cause.errno not in _REMEDIES:
+        remedies.append(another)
+    remedy = ", or ".join(filter(None, remedies))
+    return f"{text}; {remedy}" if remedy and "name another" not in text else text
