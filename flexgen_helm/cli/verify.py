@@ -168,6 +168,8 @@ def verify(
             append(
                 output, packed_bundle(manifest, sorted(bundled, key=lambda answer: answer.number))
             )
+    if bundle is not None:
+        say(f"{bundle} is written")
 
 
 def _say(

@@ -421,6 +421,7 @@ def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
     path = tmp_path / "s.jsonl.zst"
     done = verify("s", "--sample", "15", "--bundle", str(path))
     assert done.returncode == 0, done.stderr
+    assert f"{path} is written" in done.stderr
     population = done.stdout.split(" of the ")[1].split()[0]
     bundle = str(path)
     done = verify(bundle)
