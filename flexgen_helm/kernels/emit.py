@@ -76,9 +76,11 @@ class Loop:
     def address(self) -> int:
         """Compile it for this processor, or take what an earlier process compiled."""
         # numba keeps what it compiled by name, until this file changes. With the digest of all
-        # sources in its name, a change anywhere compiles it again.
-        folder = Path(self.body.__code__.co_filename).parent
-        name = f"{self.body.__name__}_{_digest(folder)}"
+        # sources in its name, a change anywhere compiles it again. What it kept of two functions
+        # of one name, and loads into one process, calls one of them.
+        source = Path(self.body.__code__.co_filename)
+        name = f"{source.stem}_{self.body.__name__}_{_digest(source.parent)}"
+        self.body.__qualname__ = name
         names = {"_body": njit(self.body), "_arguments": _reader_of(self._arguments)}
         entry = FunctionType(_entry.__code__, {**globals(), **names}, name)
         entry.__qualname__ = name

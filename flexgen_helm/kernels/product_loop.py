@@ -104,8 +104,9 @@ def loops(stored: Stored) -> tuple[Loop, Loop]:
         "_decode_stored": ir_statement()(partial(_write_floats, stored)),
     }
     for helper in (_decode_tile, _multiply_tile):
-        name = helper.__name__
-        names[name] = njit(FunctionType(helper.__code__, names, name))
+        compiled = FunctionType(helper.__code__, names, f"{helper.__name__}_{stored.name}")
+        compiled.__qualname__ = compiled.__name__  # see `Loop.address`
+        names[helper.__name__] = njit(compiled)
     multiply, decode = (
         Loop(given, FunctionType(function.__code__, names, f"{function.__name__}_{stored.name}"))
         for given, function in ((Product, _multiply), (DecodeRows, _decode))
