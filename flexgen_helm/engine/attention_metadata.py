@@ -30,7 +30,7 @@ from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, Sequen
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class BatchPrompt:
     """A sequence whose first tokens are computed in this batch: `tokens` of the batch attend to
     each other.
     """
@@ -82,7 +82,7 @@ class AttentionMetadata:
 
     token_ids: TableRows
     positions: TableRows
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[BatchPrompt, ...]
     decodes: tuple[Decoding, ...]
     prefixes: tuple[SharedPrefix, ...]
     prompt_ends: Uploaded
@@ -205,7 +205,7 @@ def _forget(states: Tensor) -> None:
 
 def store_prompts(
     metadata: AttentionMetadata, at: LayerAttention, k: Tensor, v: Tensor
-) -> Iterator[tuple[Prompt, KeysValues]]:
+) -> Iterator[tuple[BatchPrompt, KeysValues]]:
     """Store each prompt that anything reads later; yield it with its older tokens as quantizing
     leaves them.
     """
@@ -226,7 +226,7 @@ def build_attention_metadata(
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    prompts: list[Prompt] = []
+    prompts: list[BatchPrompt] = []
     blocks: dict[CacheBlock, int] = {}  # first token of the batch
     users: dict[Sequence, list[int]] = {}  # of a prefix: tokens of the batch
     for item in batch.scheduled:
@@ -235,7 +235,7 @@ def build_attention_metadata(
         token_ids += sequence.tokens[begin : begin + item.count]
         positions += range(sequence.start + begin, sequence.start + begin + item.count)
         if sequence.is_prefill:
-            prompts.append(Prompt(sequence, tokens))
+            prompts.append(BatchPrompt(sequence, tokens))
         else:
             assert item.count == 1
             blocks.setdefault(sequence.seat[0], first)

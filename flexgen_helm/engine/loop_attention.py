@@ -60,7 +60,7 @@ from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class KeySource:
     """Keys and values that steps read.
 
     read: those [slots, Hk, S, D] of a layer; given those of the batch's tokens, and of each
@@ -129,21 +129,21 @@ class LoopAttention(AttentionBackend):
         return begun.out, begun.lse
 
 
-_NEW = Source(lambda _, new, __: _by_head(*new))
+_NEW = KeySource(lambda _, new, __: _by_head(*new))
 
 
-def _prefix(prefix: Sequence, part: PrefixPart) -> Source:
+def _prefix(prefix: Sequence, part: PrefixPart) -> KeySource:
     block, slot = prefix.seat
 
     def read(at: LayerAttention, *_: Any) -> KeysValues:
         k, v = at.cache.read_prefix(block, slot, at.layer, part)
         return k[None], v[None]
 
-    return Source(read, block)
+    return KeySource(read, block)
 
 
-def _cached(block: CacheBlock, part: DecodePart) -> Source:
-    return Source(lambda at, *_: at.cache.read(block, at.layer, part), block)
+def _cached(block: CacheBlock, part: DecodePart) -> KeySource:
+    return KeySource(lambda at, *_: at.cache.read(block, at.layer, part), block)
 
 
 def _by_head(k: Tensor, v: Tensor) -> KeysValues:
@@ -230,7 +230,7 @@ def _prompt_groups(metadata: AttentionMetadata, fmt: CacheFormat) -> Iterator[To
     """Runs of a prompt's tokens with one border."""
     for number, prompt in enumerate(metadata.prompts):
         first, start = prompt.tokens.start, prompt.sequence.start
-        older = Source(lambda _, __, older, number=number: _by_head(*older[number]))  # type: ignore[misc]
+        older = KeySource(lambda _, __, older, number=number: _by_head(*older[number]))  # type: ignore[misc]
         for border, run in groupby(range(prompt.tokens.stop - first), fmt.num_quantized):
             queries = [*run]
             size = queries[-1] + 1 - border

@@ -17,9 +17,9 @@ from torch import Tensor
 from flexgen_helm.engine.attention_metadata import (
     AttentionBackend,
     AttentionMetadata,
+    BatchPrompt,
     Decoding,
     LayerAttention,
-    Prompt,
     SharedPrefix,
     store_prompts,
 )
@@ -105,7 +105,7 @@ class SegmentAttention(AttentionBackend):
 
 
 def attend_prompt(
-    at: LayerAttention, prompt: Prompt, q: Tensor, new: KeysValues, older: KeysValues
+    at: LayerAttention, prompt: BatchPrompt, q: Tensor, new: KeysValues, older: KeysValues
 ) -> PartialAttention:
     """q [t, Hq, D], new k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq].
 

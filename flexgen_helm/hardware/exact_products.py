@@ -26,7 +26,7 @@ _CUDA_SETTINGS = (
 )
 
 
-class _Settings(NamedTuple):
+class _ProductSettings(NamedTuple):
     """PyTorch's settings as a program has made them.
 
     precisions: of products in float32, for cuda and mkldnn.
@@ -38,7 +38,7 @@ class _Settings(NamedTuple):
     cuda: tuple[Any, ...]
 
     @classmethod
-    def read(cls) -> _Settings:
+    def read(cls) -> _ProductSettings:
         import torch
 
         backends = torch.backends
@@ -75,7 +75,7 @@ class _Settings(NamedTuple):
 
 
 # Before the first of the engines that compute now.
-_settings_before: _Settings
+_settings_before: _ProductSettings
 
 
 def _set_cuda(values: Iterable[Any]) -> None:
@@ -92,7 +92,7 @@ def _exact_process() -> Iterator[None]:
     """
     global _num_computing, _settings_before
     with _lock:
-        settings = _Settings.read()
+        settings = _ProductSettings.read()
         if not _num_computing:
             _settings_before = settings
         _num_computing += 1

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.engine.attention_metadata import LayerAttention, Prompt
+from flexgen_helm.engine.attention_metadata import BatchPrompt, LayerAttention
 from flexgen_helm.engine.segment_attention import attend_prompt
 from flexgen_helm.errors import NumericalError, UsageError
 from flexgen_helm.hardware.profile import Disk, Link
@@ -122,7 +122,7 @@ def test_a_prompt_sees_what_the_definition_says(name, tokens, start, window, ali
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
     codec = QuantizedCodec(fmt, 2, 16, torch.float32)
     sequence = Sequence(SequenceKind.PROMPT, (), [1] * tokens, tokens, start)
-    prompt = Prompt(sequence, slice(0, tokens))
+    prompt = BatchPrompt(sequence, slice(0, tokens))
     config, cache = AttentionConfig(0.25, slopes=slopes), Mock(codec=codec)
     ((_, older),) = codec.encode_prompts(k, v, [(slice(0, tokens), False)])
     at = LayerAttention(Mock(), 0, window, config, cache)
