@@ -70,7 +70,8 @@ class ModelSettings:
         model = registration.model_of(name)
         if model is None:
             return
-        precision = model.config.precision or "fp16"
+        # Without the flag a model's options are not read: they are refused when it is run.
+        precision = (model.config.precision or "fp16") if self.precisions else ""
         if _has_entry(name):
             self._check_entry(name, precision)
         elif self.precisions and precision != split_precision(name)[1]:

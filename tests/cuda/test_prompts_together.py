@@ -58,4 +58,4 @@ def test_prompts_are_quantized_once(tiny):
     asked = requests(7, longest=90)
     found, _ = launches_by_prompts(tiny("llama").path, asked, "4bit")
     most = max(found)
-    assert most >= 4 and found[most] <= 110 + 19 * most
+    assert most >= 4 and found[most] <= 119 + 19 * most  # 7 make a table, once
