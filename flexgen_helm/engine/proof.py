@@ -254,7 +254,7 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
         torch.float16
     ):
         why = "compiled loops do not work here, and PyTorch's sums follow the batch"
-    elif not _sums_alike(checkpoint.config.vocab_size):
+    elif not _sums_alike(checkpoint.config.vocab_size, torch.get_num_threads()):
         why = "PyTorch's sums over the vocabulary follow the batch"
     elif checkpoint.config_content is not None and not _is_proving.get():
         report(ProgressPhase("prove", model.name))
@@ -276,9 +276,11 @@ def require_batch_invariance(model: OpenedModel, engine: type[Engine]) -> None:
         raise UsageError(f"--batch-invariant does not hold for {model.name}: {why}")
 
 
-def _sums_alike(vocab_size: int) -> bool:
-    """Return whether rows of this vocabulary have the same log-sum-exp alone and together, with as
-    many threads.
+@cache
+def _sums_alike(vocab_size: int, num_threads: int) -> bool:
+    """Return whether rows of this vocabulary have the same log-sum-exp alone and together.
+
+    num_threads: that PyTorch computes with now.
     """
     rows = torch.randn(
         (_TRIAL_LOGITS // vocab_size, vocab_size), generator=torch.Generator().manual_seed(0)
