@@ -209,8 +209,10 @@ class Baseline:
         self.asked = [
             number for number, part in enumerate(parts) if not (part.size and (part < 0).all())
         ]
-        score(engine, self.prompts.some(self.asked), _Writer(self), int(self.by_layer))
-        self.asked = every
+        try:
+            score(engine, self.prompts.some(self.asked), _Writer(self), int(self.by_layer))
+        finally:
+            self.asked = every
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)

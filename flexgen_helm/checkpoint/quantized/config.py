@@ -249,7 +249,7 @@ def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
 
 def _awq_options(settings: _Settings) -> dict[str, Any]:
     for key in ("version", "format", "checkpoint_format"):
-        _require("version", str(settings.get(key) or "gemm").lower(), ("gemm",), "awq")
+        _require(key, str(settings.get(key) or "gemm").lower(), ("gemm",), "awq")
     if settings.get("backend") == "llm-awq":
         raise _UnsupportedError("awq weights are in the layout of llm-awq")
     for key, value in (("bits", 4), ("w_bit", 4), ("zero_point", True)):
