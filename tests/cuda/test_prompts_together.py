@@ -56,6 +56,7 @@ def test_prompts_are_quantized_once(tiny):
     launches.
     """
     asked = requests(7, longest=90)
+    launches_by_prompts(tiny("llama").path, asked, "4bit")  # makes a table that is kept
     found, _ = launches_by_prompts(tiny("llama").path, asked, "4bit")
     most = max(found)
-    assert most >= 4 and found[most] <= 119 + 19 * most  # 7 make a table, once
+    assert most >= 4 and found[most] <= 112 + 19 * most

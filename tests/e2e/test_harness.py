@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from flexgen_helm.scenarios import lambada, wikitext
-from tests.helpers.data_sets import write_data
+from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from tests.helpers.data_sets import rolling_logprob, write_data
 from tests.helpers.helm_runs import figures
 from tests.helpers.paths import DATA
 from tests.helpers.real_runs import run_suite
@@ -83,3 +84,39 @@ def test_wikitext_equals_the_harness(runs, data):
     assert found["word_perplexity"] == pytest.approx(math.exp(loss / words), rel=RELATIVE)
     assert found["byte_perplexity"] == pytest.approx(math.exp(loss / size), rel=RELATIVE)
     assert found["bits_per_byte"] == pytest.approx(loss / size / math.log(2), rel=RELATIVE)
+
+
+@pytest.mark.slow
+def test_the_numbers_of_the_harness_are_those_of_transformers(wheel_model, data, tmp_path):
+    """Straight from the definitions, for the first passages and the first page."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from flexgen_helm.benchmarks.reference import export
+    from flexgen_helm.checkpoint.open import open_checkpoint
+
+    export(open_checkpoint(wheel_model), tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_path(wheel_model)
+    assert tokenizer is not None
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+
+    def score(ids: list[int]) -> list[float]:
+        found = logprobs(ids[:-1])
+        return [0.0, *(found[i, token].item() for i, token in enumerate(ids[1:]))]
+
+    for passage, (expected, hit) in zip(data[0][:12], REFERENCE["lambada_openai"]):
+        ids = tokenizer.encode(passage, add_special_tokens=False)
+        context = len(tokenizer.encode(passage.rpartition(" ")[0], add_special_tokens=False))
+        found = logprobs(ids[:-1])[context - 1 :]
+        assert sum(row[token].item() for row, token in zip(found, ids[context:])) == pytest.approx(
+            expected, abs=1e-3
+        )
+        assert (found.argmax(-1).tolist() == ids[context:]) == bool(hit)
+    ids = tokenizer.encode(wikitext.detokenize(data[1][0]), add_special_tokens=False)
+    (prefix,) = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
+    page = rolling_logprob(ids, prefix, 2048, score)
+    assert page == pytest.approx(REFERENCE["wikitext"][0], rel=1e-4)

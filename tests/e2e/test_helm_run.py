@@ -140,6 +140,13 @@ def test_precisions_of_a_name_without_one_are_runs_of_their_own(tmp_path):
     assert found == {"mine": "fp16", "mine-4bit": "4bit"}
 
 
+def test_a_run_whose_folder_cannot_be_named_is_refused(tmp_path):
+    place = Place(tmp_path)
+    (tmp_path / "models.yaml").write_text(f"{'m' * 240}: opt-125m\n")
+    said = run_in(place, "fp16", f"flexgen/{'m' * 240}", expect=2).splitlines()[-1]
+    assert "has 266 bytes; 255 are possible: shorten" in said and place.events() == {}
+
+
 def test_a_suite_is_one_block_and_equals_plain_runs(plain, tmp_path):
     place = Place(tmp_path)
     output = place.run("suite", "-n", "4")

@@ -189,9 +189,13 @@ def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_pat
     assert done.stdout.startswith(
         "passed: 12 of 12 answers equal within 0.001 (by transformers in float32; "
     )
-    done = run("verify", bundle)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("passed: 12 of 12 answers equal to the bit")
+    for more, how in (
+        ((), "equal to the bit"),
+        (("--with", "transformers"), "equal within 0.001 (by transformers"),
+    ):
+        done = run("verify", bundle, *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith(f"passed: 12 of 12 answers {how}"), done.stdout
 
 
 def test_what_lacks_its_record_or_its_requests_is_refused(run, few, folder, tmp_path):
@@ -243,9 +247,9 @@ def verify(folder, monkeypatch, capsys):
     return verify
 
 
-def test_answers_of_lm_eval_are_equal(run, evaluated):
-    path = str(evaluated)
-    done = run("verify", path, "--sample", "100%", program=FEW_TASKS)
+def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
+    path, bundle = str(evaluated), str(tmp_path / "b.jsonl.zst")
+    done = run("verify", path, "--sample", "100%", "--bundle", bundle, program=FEW_TASKS)
     assert done.returncode == 0, done.stdout + done.stderr
     count = 8 + 8 + 8 + 9 + 9
     assert done.stdout == (
@@ -253,6 +257,9 @@ def test_answers_of_lm_eval_are_equal(run, evaluated):
         f"these are all of the {count} answers of {evaluated.name!r}\n"
         "scores, questions and references of 1 run, made again, are equal\n"
     )
+    done = run("verify", bundle)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"passed: {count} of {count} answers equal to the bit")
     done = run("verify", path, "--sample", "100%", "--with", "transformers", program=FEW_TASKS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
+from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS, explain
 from flexgen_helm.errors import MemoryLimitError, OffloadError
 from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
@@ -188,10 +189,17 @@ def test_a_name_that_another_container_holds_is_passed_over(tmp_path, monkeypatc
     first.close()
 
 
-def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
+def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path, monkeypatch):
+    """Commands add what helps, to the folder of this option."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match=("file/below cannot be used: Not a directory")):
-        OffloadDirectory(tmp_path / "file" / "below")
+    folder = tmp_path / "file" / "below"
+    monkeypatch.setitem(GIVEN_FOLDERS, "--offload-dir", folder)
+    with pytest.raises(OffloadError) as raised:
+        OffloadDirectory(folder)
+    assert explain(raised.value) == (
+        f"the offload directory {folder} cannot be used: Not a directory; name another folder "
+        "with --offload-dir"
+    )
 
 
 def test_packed_weights_that_cannot_be_kept_are_packed_in_memory(tiny, tmp_path, monkeypatch):
