@@ -307,10 +307,8 @@ class _Comparison:
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
         if not self._baseline.by_layer:
             return
-        numbers, step = (
-            self._baseline.states_of(batch),
-            max(1, _COMPARED_ELEMENTS // hidden.shape[1]),
-        )
+        numbers = self._baseline.states_of(batch)
+        step = max(1, _COMPARED_ELEMENTS // hidden.shape[1])
         for first in range(0, len(numbers), step):
             part = numbers[first : first + step]
             base = torch.from_numpy(self._baseline.states[stage, part]).double()
@@ -328,10 +326,8 @@ class _Comparison:
             pair = base, logits[rows[part]]
             same_top = pair[0].argmax(-1) == pair[1].argmax(-1)
             p, q = (torch.log_softmax(both.double(), -1) for both in pair)
-            at, width = (
-                torch.tensor(targets[part], device=p.device)[:, None],
-                min(p.shape[1], q.shape[1]),
-            )
+            at = torch.tensor(targets[part], device=p.device)[:, None]
+            width = min(p.shape[1], q.shape[1])
             kl = kl_divergence(p[:, :width], q[:, :width])  # beyond are rows of padding
             columns = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0], kl, same_top
             self.values[:, numbers[part]] = torch.stack(columns).cpu()

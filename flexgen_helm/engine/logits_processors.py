@@ -87,10 +87,8 @@ class LogitsProcessors:
         config.do_sample = warps
         if warps:
             # The order is that of transformers: temperature, top_k, top_p, and the rest.
-            config.temperature, config.top_p = (
-                max(params.temperature, _LEAST_TEMPERATURE),
-                params.top_p,
-            )
+            config.temperature = max(params.temperature, _LEAST_TEMPERATURE)
+            config.top_p = params.top_p
             params = replace(params, temperature=1.0, top_p=1.0)
         tokens = torch.tensor([[*params.prompt, *params.drawn]], device=self._device)
         length = len(params.prompt)

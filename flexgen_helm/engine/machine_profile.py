@@ -167,10 +167,8 @@ def _path() -> Path:
     """Return the file of this process's profile: ranks of a pipeline may compute on GPUs of several
     models.
     """
-    rank, models = (
-        rank_of_process(),
-        {line for gpu in _gpus() for line in gpu if line.startswith("Model:")},
-    )
+    rank = rank_of_process()
+    models = {line for gpu in _gpus() for line in gpu if line.startswith("Model:")}
     number = rank.local_number if rank is not None and len(models) > 1 else 0
     return state_dir() / (f"profile-gpu{number}.json" if number else "profile.json")
 

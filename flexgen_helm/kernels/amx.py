@@ -124,10 +124,8 @@ def _block(module: ModuleType, rows: int, width: int) -> int:
     """Return the columns of a block: all, or whole chains of sums, whose order depends on the width
     alone.
     """
-    most, chain = (
-        _CACHE_BYTES // (2 * module.PARTS * rows + module.PANEL_BYTES),
-        module.CHAIN_STEPS * module.DEPTH,
-    )
+    most = _CACHE_BYTES // (2 * module.PARTS * rows + module.PANEL_BYTES)
+    chain = module.CHAIN_STEPS * module.DEPTH
     return width if width <= most else most // chain * chain
 
 

@@ -156,10 +156,8 @@ def _multiply_step(builder: Any, given: Any, step: Any) -> None:
 def _add_tile(builder: Any, tile: Any, sums: Any, has_sums: Any) -> None:
     """Add a tile in memory to the sums, or write it there if there are none."""
     for row in range(0, TILE_BYTES, ROW_BYTES):
-        new, target = (
-            load(builder, builder.add(tile, INT64(row)), VECTOR, 4),
-            builder.add(sums, INT64(row)),
-        )
+        new = load(builder, builder.add(tile, INT64(row)), VECTOR, 4)
+        target = builder.add(sums, INT64(row))
         total = builder.fadd(load(builder, target, VECTOR, 4), new)
         store(builder, builder.select(has_sums, total, new), target, 4)
 

@@ -67,10 +67,8 @@ def rotate_rows(given: Any, part: Any, parts: Any) -> None:
     size, width = given.size, given.width
     half = size // 2
     for token in range(given.tokens * part // parts, given.tokens * (part + 1) // parts):
-        cos, sin = (
-            floats(given.cos + token * size * 4, size),
-            floats(given.sin + token * size * 4, size),
-        )
+        cos = floats(given.cos + token * size * 4, size)
+        sin = floats(given.sin + token * size * 4, size)
         for head in range(given.heads):
             x = floats(given.x + token * given.x_token + head * given.x_head, width)
             y = floats(given.y + (token * given.heads + head) * width * 4, width)

@@ -314,11 +314,9 @@ class KVCache:
 
     def read_prefix(self, block: CacheBlock, slot: int, layer: int, part: PrefixPart) -> KeysValues:
         """Return keys and values [Hk, n, D] of a part of a shared sequence."""
-        stored, cache, size = (
-            self._stored_layer(layer),
-            self._blocks[block],
-            self.codec.group_tokens,
-        )
+        stored = self._stored_layer(layer)
+        cache = self._blocks[block]
+        size = self.codec.group_tokens
         if not part.stored:
             assert self._window is not None and part.last - part.first <= self._window.ring_units
             index = (

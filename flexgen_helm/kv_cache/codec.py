@@ -181,10 +181,8 @@ class QuantizedCodec(Codec):
         self.heads, self.dim, self.dtype = heads, dim, dtype
         self.token_elements = heads * dim
         self.group_tokens = cache_format.stored_group_tokens
-        self.window_tokens, self.window_copies = (
-            cache_format.window_tokens,
-            cache_format.window_copies,
-        )
+        self.window_tokens = cache_format.window_tokens
+        self.window_copies = cache_format.window_copies
         sizes = cache_format.group_bytes(heads, dim, dtype.itemsize)
         self.planes = tuple(Plane((size,), torch.uint8) for size in sizes)
         # With sparse attention the scores of the keys name the values to read.

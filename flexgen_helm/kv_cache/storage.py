@@ -130,13 +130,11 @@ class MemoryStorage(Storage):
     def __init__(
         self, tier: Tier, codec: Codec, num_slots: int, units: int, allocate: Allocate
     ) -> None:
-        self.tier, self.units, self._codec, self._num_slots, self._allocate = (
-            tier,
-            units,
-            codec,
-            num_slots,
-            allocate,
-        )
+        self.tier = tier
+        self.units = units
+        self._codec = codec
+        self._num_slots = num_slots
+        self._allocate = allocate
         self._layers: list[Planes] = []
 
     def add_layer(self) -> None:
@@ -507,10 +505,8 @@ class StepLayout:
 
     def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
         self._planes, self._num_slots, unit = codec.planes, block.num_slots, codec.unit_bytes
-        self._ring, self._lengths = (
-            codec.ring_units or UNLIMITED,
-            [seq.prompt_len for seq in block.sequences],
-        )
+        self._ring = codec.ring_units or UNLIMITED
+        self._lengths = [seq.prompt_len for seq in block.sequences]
         self._prompts = [min(self._ring, length) for length in self._lengths]
         steps = min(self._ring, max(seq.cache_tokens - seq.prompt_len for seq in block.sequences))
         self._step_bytes = aligned(block.num_slots * unit)
@@ -565,10 +561,8 @@ class StepLayout:
         if steps:
             # Each step fills whole pages; what is behind its tokens is read and left out.
             dtype = specs[0].dtype
-            width, used = (
-                self._step_bytes // dtype.itemsize,
-                sum(prod(plane.shape) for plane in specs),
-            )
+            width = self._step_bytes // dtype.itemsize
+            used = sum(prod(plane.shape) for plane in specs)
             data = file.read_tensor(base + self._steps_offset, (steps, width), dtype)
             num_bytes += data.nbytes
             tokens = data[:, : used * self._num_slots].reshape(

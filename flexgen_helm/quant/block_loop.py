@@ -186,11 +186,9 @@ def _looked_up(builder: Any, table: tuple[float, ...], integers: Any) -> Any:
     constant = builder.module.globals.get(name)
     if constant is None:
         constant = ir.GlobalVariable(builder.module, kind, name)
-        constant.linkage, constant.global_constant, constant.initializer = (
-            "internal",
-            True,
-            ir.Constant(kind, table),
-        )
+        constant.linkage = "internal"
+        constant.global_constant = True
+        constant.initializer = ir.Constant(kind, table)
     result = ir.Constant(ir.VectorType(FLOAT, integers.type.count), ir.Undefined)
     for lane in range(integers.type.count):
         number = builder.extract_element(integers, INT32(lane))

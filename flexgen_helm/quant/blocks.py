@@ -102,11 +102,9 @@ def _product(
 
 def numbers_of(blocks: Tensor, numbers: Numbers) -> Tensor:
     """Return numbers of all blocks [blocks, count] in float32."""
-    device, integer, width = (
-        blocks.device,
-        torch.zeros(1, dtype=torch.int32, device=blocks.device),
-        0,
-    )
+    device = blocks.device
+    integer = torch.zeros(1, dtype=torch.int32, device=blocks.device)
+    width = 0
     for part in numbers.parts:
         places, shifts = (torch.tensor(given, device=device) for given in (part.bytes, part.shifts))
         found = blocks.index_select(1, places).int() >> shifts.int() & (1 << part.width) - 1

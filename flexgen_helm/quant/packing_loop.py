@@ -172,11 +172,9 @@ def pack_columns(given: Any, part: Any, parts: Any) -> None:
             below[c] = table[words[c] >> 7]
             above[c] = -(table[512 + (words[c] & 127)] * below[c])
         for j in range(code_bytes):
-            target, value, upper = (
-                data[j * width + first :],
-                values[j],
-                values[j + group - code_bytes],
-            )
+            target = data[j * width + first :]
+            value = values[j]
+            upper = values[j + group - code_bytes]
             for c in range(columns):
                 code = np.uint8(_rounded((value[c] - above[c]) / below[c], top))
                 if bits == 4:

@@ -123,10 +123,8 @@ def dequantize_in(
     row = (tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows))[:, None, None]
     per_group: tl.constexpr = lanes // vector
     chunk = (tl.program_id(1) * chunks + tl.arange(0, chunks))[None, :, None]
-    number, lane = (
-        chunk // per_group,
-        chunk % per_group * vector + tl.arange(0, vector)[None, None, :],
-    )
+    number = chunk // per_group
+    lane = chunk % per_group * vector + tl.arange(0, vector)[None, None, :]
     inside = (row < rows) & (number < groups)
     data = packed + row * stripe_bytes
     numbers, index = data + groups * code_bytes, (1 + pairs) * number

@@ -229,11 +229,9 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
     for comparison in judged:
         if comparison.equivalence:
             names[comparison.equivalence.decision].append(comparison.run)
-    entries, equal, worse = (
-        [comparison.run for comparison in judged],
-        names["equivalent"],
-        names["worse"],
-    )
+    entries = [comparison.run for comparison in judged]
+    equal = names["equivalent"]
+    worse = names["worse"]
     of_all = f"of {len(entries):,} run entries"
     if len(equal) == len(entries):
         where = f"all {len(entries):,} run entries" if len(entries) > 1 else entries[0]
