@@ -54,7 +54,7 @@ from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.linear import tiled_linear
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.planner.problem import between_elements
-from flexgen_helm.quant.kernels import dequantize_into
+from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 

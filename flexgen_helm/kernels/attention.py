@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import KINDS, constants, empty, run_on_threads, team_size
+from flexgen_helm.kernels.team import DTYPE_CODES, constants, empty, run_on_threads, team_size
 from flexgen_helm.kernels.trial import Loops
 
 Records = np.ndarray[Any, np.dtype[Any]]
@@ -155,7 +155,7 @@ def can_attend_caches(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `attend_segments` takes keys and values of caches in `dtype` on a device in a
     loop.
     """
-    if device.type != "cpu" or dtype not in KINDS or (module := loops()) is None:
+    if device.type != "cpu" or dtype not in DTYPE_CODES or (module := loops()) is None:
         return False
     return bool(module.CONVERTS_HALVES or dtype != torch.float16)
 
@@ -211,8 +211,8 @@ def attend_segments(
     key_heads = keys.shape[1]
     group = heads // key_heads
     tiles = key_heads * (-(-jobs["count"] * group // module.TILE_QUERIES))
-    most_threads = min(int(tiles.sum()), int(tiles @ table.keys) * dim // _THREAD_ELEMENTS)
-    threads, floats = team_size(most_threads), module.scratch_floats(dim)
+    max_threads = min(int(tiles.sum()), int(tiles @ table.keys) * dim // _THREAD_ELEMENTS)
+    threads, floats = team_size(max_threads), module.scratch_floats(dim)
     memory, factors = empty([threads * floats]), constants(way.scale, way.softcap or 0.0)
     window, is_chunked = way.window or (0, False)
     call = Call(
@@ -235,7 +235,7 @@ def attend_segments(
         factors=factors.ctypes.data,
         positions=table.positions.ctypes.data,
         slopes=0 if way.slopes is None else way.slopes.data_ptr(),
-        kind=KINDS[keys.dtype],
+        kind=DTYPE_CODES[keys.dtype],
         scratch=memory.data_ptr(),
         scratch_bytes=_FLOAT_BYTES * floats,
     )
@@ -297,7 +297,7 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     tables = SegmentTable.of(first, positions), SegmentTable.of(rest, positions)
     sizes = {"prefix": (1, before), "new": (1, total), "cache": (2, 57)}
     ways = Way(0.3), Way(0.3, (50, False), 2.0), Way(0.3, (50, True), None, normal(4))
-    for dtype in KINDS:
+    for dtype in DTYPE_CODES:
         if can_attend_caches(q.device, dtype):
             given = {
                 source: tuple(normal(2, slots, 2, keys, dim).to(dtype))

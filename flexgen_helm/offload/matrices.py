@@ -39,7 +39,7 @@ from flexgen_helm.checkpoint.stored_tensors import StoredRows
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
-from flexgen_helm.kernels.team import stay_alone
+from flexgen_helm.kernels.team import run_single_threaded
 from flexgen_helm.models.config import expert_number, expert_of
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
 from flexgen_helm.offload.prefetcher import ring_bytes
@@ -138,7 +138,7 @@ class WeightsAtRest:
 _thread_local = threading.local()
 # Threads that read rows of tables; they are kept, because starting them takes longer than the
 # reads.
-_READERS = ThreadPoolExecutor(8, "table rows", stay_alone)
+_READERS = ThreadPoolExecutor(8, "table rows", run_single_threaded)
 # Bytes that a disk reads in the time of one short read: rows nearer than this are read with what is
 # between them.
 _GAP_BYTES = 256 << 10

@@ -24,8 +24,8 @@ from flexgen_helm.quant.formats import GroupFormat
 
 ScaleOffset = tuple[Tensor, Tensor]  # float32 [...] each
 
-_SCALES_PER_OCTAVE, _LOWEST_EXPONENT, _NUM_SCALES = 16, -24, 512
-_LAST_ZERO_POINT = 127
+SCALES_PER_OCTAVE, LOWEST_EXPONENT, NUM_SCALES = 16, -24, 512
+LAST_ZERO_POINT = 127
 _FP16_MAX = 65504.0
 # Values that are fitted at a time. Hundreds of passes go over them.
 _FITTED_VALUES = 1 << 19
@@ -49,17 +49,15 @@ class NotQuantizableError(FlexgenError):
 def word_scales(device: torch.device) -> Tensor:
     """Scale [512] of each number that a word's upper 9 bits can hold."""
     # In double precision on the host, so that every device has the same numbers.
-    exponents = (
-        torch.arange(_NUM_SCALES, dtype=torch.float64) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT
-    )
+    exponents = torch.arange(NUM_SCALES, dtype=torch.float64) / SCALES_PER_OCTAVE + LOWEST_EXPONENT
     return torch.exp2(exponents).float().to(device)
 
 
 @lru_cache(maxsize=8)
 def word_zero_points(bits: int, device: torch.device) -> Tensor:
     """Zero point [128], in codes, of each number that a word's lower 7 bits can hold."""
-    numbers = torch.arange(_LAST_ZERO_POINT + 1, dtype=torch.float64)
-    return (numbers * ((1 << bits) - 1) / _LAST_ZERO_POINT).float().to(device)
+    numbers = torch.arange(LAST_ZERO_POINT + 1, dtype=torch.float64)
+    return (numbers * ((1 << bits) - 1) / LAST_ZERO_POINT).float().to(device)
 
 
 @lru_cache(maxsize=8)
@@ -71,7 +69,7 @@ def word_table(bits: int, device: torch.device) -> Tensor:
 def decode_words(words: Tensor, bits: int) -> ScaleOffset:
     """Words [...] (int32) -> scale and offset."""
     scale = word_scales(words.device)[words >> 7]
-    return scale, -(word_zero_points(bits, words.device)[words & _LAST_ZERO_POINT] * scale)
+    return scale, -(word_zero_points(bits, words.device)[words & LAST_ZERO_POINT] * scale)
 
 
 def to_codes(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> tuple[Tensor, Tensor]:
@@ -111,9 +109,7 @@ def largest_value(fmt: GroupFormat) -> float:
     if fmt.scales == "pair":
         return _FP16_MAX
     return (
-        ((1 << fmt.bits) - 1)
-        * 2.0 ** ((_NUM_SCALES - 1) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT)
-        / 2
+        ((1 << fmt.bits) - 1) * 2.0 ** ((NUM_SCALES - 1) / SCALES_PER_OCTAVE + LOWEST_EXPONENT) / 2
     )
 
 
@@ -180,18 +176,18 @@ def _round_half(values: Tensor, down: bool) -> Tensor:
 def _range_words(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
     """Words with the smallest scale that covers minimum, maximum and zero."""
     least, greatest = least.clamp_max(0.0), greatest.clamp_min(0.0)
-    exact = ((greatest - least).double() / ((1 << bits) - 1)).clamp_min(2.0**_LOWEST_EXPONENT)
-    index = torch.ceil((torch.log2(exact) - _LOWEST_EXPONENT) * _SCALES_PER_OCTAVE - 1e-9)
-    index = index.clamp(0, _NUM_SCALES - 1).to(torch.int32)
+    exact = ((greatest - least).double() / ((1 << bits) - 1)).clamp_min(2.0**LOWEST_EXPONENT)
+    index = torch.ceil((torch.log2(exact) - LOWEST_EXPONENT) * SCALES_PER_OCTAVE - 1e-9)
+    index = index.clamp(0, NUM_SCALES - 1).to(torch.int32)
     return index << 7 | _zero_point_index(-least / word_scales(least.device)[index], bits)
 
 
 def _zero_point_index(zero_point: Tensor, bits: int) -> Tensor:
     """The grid's nearest number for a zero point in codes."""
     return (
-        (zero_point * (_LAST_ZERO_POINT / ((1 << bits) - 1)))
+        (zero_point * (LAST_ZERO_POINT / ((1 << bits) - 1)))
         .round()
-        .clamp(0, _LAST_ZERO_POINT)
+        .clamp(0, LAST_ZERO_POINT)
         .to(torch.int32)
     )
 

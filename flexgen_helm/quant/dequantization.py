@@ -133,7 +133,7 @@ def _product(x: Tensor, packed: Tensor, fmt: GroupFormat) -> Tensor:
     return x @ dequantize(packed, fmt, 16, x.shape[1]).t() if y is None else y
 
 
-loops = Loops("dequantization", "flexgen_helm.quant.numba_kernels", _examples, tolerance=1e-4)
+loops = Loops("dequantization", "flexgen_helm.quant.dequantization_loop", _examples, tolerance=1e-4)
 
 
 def _with_triton(packed: Tensor, fmt: StoredFormat, out: Tensor) -> bool:
