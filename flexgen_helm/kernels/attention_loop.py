@@ -231,7 +231,7 @@ def _exponentiate_scores(builder: Any, vectors: Any, count: Any, first_key: Any,
     vectors: of the queries; tile: the address of its memory.
     first_key: position of the block's first key; -1 if each query sees all keys of the block.
     """
-    slots = [cgutils.alloca_once(builder, kind) for kind in (VECTOR, _DOUBLES)]
+    maximum_slot, sum_slot = (cgutils.alloca_once(builder, type_) for type_ in (VECTOR, _DOUBLES))
     with cgutils.for_range(builder, vectors) as column:
         offset = builder.mul(column.index, INT64(4 * LANES))
         row_at = {
@@ -254,18 +254,19 @@ def _exponentiate_scores(builder: Any, vectors: Any, count: Any, first_key: Any,
                 )
                 store(builder, score, score_at, 4)
         old_maximum = load(builder, row_at[_MAXIMUM], VECTOR, 4)
-        builder.store(old_maximum, slots[0])
+        builder.store(old_maximum, maximum_slot)
         with _each_row(builder, scores, count) as (score_at, _):
-            score, maximum = load(builder, score_at, VECTOR, 4), builder.load(slots[0])
+            score, maximum = load(builder, score_at, VECTOR, 4), builder.load(maximum_slot)
             builder.store(
-                builder.select(builder.fcmp_ordered(">", score, maximum), score, maximum), slots[0]
+                builder.select(builder.fcmp_ordered(">", score, maximum), score, maximum),
+                maximum_slot,
             )
-        maximum = builder.load(slots[0])
+        maximum = builder.load(maximum_slot)
         rescale = _exponential(builder, builder.fsub(old_maximum, maximum))
-        sum_at = builder.add(row_at[_SUM], offset)  # twice as far
+        sum_at = builder.add(row_at[_SUM], offset)  # in float64, so twice as far
         builder.store(
             builder.fmul(load(builder, sum_at, _DOUBLES, 8), _to_float64(builder, rescale)),
-            slots[1],
+            sum_slot,
         )
         with _each_row(builder, scores, count) as (score_at, _):
             weight = _exponential(
@@ -273,11 +274,11 @@ def _exponentiate_scores(builder: Any, vectors: Any, count: Any, first_key: Any,
             )
             store(builder, weight, score_at, 4)
             builder.store(
-                builder.fadd(builder.load(slots[1]), _to_float64(builder, weight)), slots[1]
+                builder.fadd(builder.load(sum_slot), _to_float64(builder, weight)), sum_slot
             )
         store(builder, maximum, row_at[_MAXIMUM], 4)
         store(builder, rescale, row_at[_RESCALE], 4)
-        store(builder, builder.load(slots[1]), sum_at, 8)
+        store(builder, builder.load(sum_slot), sum_at, 8)
 
 
 @contextmanager
@@ -317,14 +318,14 @@ def _store_transposed(builder: Any, source: Any, sums: Any, addresses: Any, offs
 
 
 @njit
-def _as_float32(dtype: Any, rows: Any, row_bytes: Any, target: Any) -> tuple[Any, Any]:
+def _as_float32(dtype: Any, rows: Any, row_stride: Any, target: Any) -> tuple[Any, Any]:
     """Return the address of rows in float32, and their stride; rows of 16 bits are converted into
     `target` [rows, D].
     """
     if dtype == FLOAT32:
-        return rows, row_bytes
+        return rows, row_stride
     for number in range(len(target)):
-        bits = numba.carray(pointer(rows + number * row_bytes), target.shape[1], np.uint16)
+        bits = numba.carray(pointer(rows + number * row_stride), target.shape[1], np.uint16)
         converted = target[number]
         if CONVERTS_HALVES and dtype == FLOAT16:
             for i in range(len(converted)):
