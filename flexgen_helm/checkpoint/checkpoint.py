@@ -31,7 +31,7 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
 from flexgen_helm.checkpoint.stored_tensors import FillRows, StoredPlane, StoredRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
-from flexgen_helm.kernels.team import run_single_threaded
+from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.blocks import decode, largest, not_finite
 from flexgen_helm.quant.formats import BlockFormat
@@ -162,7 +162,7 @@ class Checkpoint(ABC):
                 return packed.view(-1)
 
             yield from computed_ahead(
-                read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, run_single_threaded
+                read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, use_one_thread
             )
             done += len(rows)
 

@@ -80,7 +80,7 @@ def run_on_threads(loop: Any, arguments: Iterable[int], max_threads: int) -> Non
         )
 
 
-def run_single_threaded() -> None:
+def use_one_thread() -> None:
     """Let PyTorch run the operations of the calling thread on that thread alone: for the threads of
     pools, beside the engine's.
 

@@ -61,7 +61,12 @@ class Loops:
         examples: Callable[[], Iterable[Callable[[], Tensor]]],
         tolerance: float = 1e-5,
     ) -> None:
-        self._what, self._name, self._examples, self._tolerance = what, module, examples, tolerance
+        self._purpose, self._module_name, self._examples, self._tolerance = (
+            what,
+            module,
+            examples,
+            tolerance,
+        )
         self._lock = RLock()
         self.forget()
 
@@ -80,21 +85,21 @@ class Loops:
         return self._module
 
     def _try(self) -> None:
-        module = imported(self._name)
+        module = imported(self._module_name)
         reason: str | None
         if isinstance(module, str):
             reason = module
-        elif reason := self._why_not(module):
+        elif reason := self._failure(module):
             text = (
                 f"the compiled loop for {self._what} does not work here, so PyTorch is used, more "
                 f"slowly ({reason})"
             )
             report(Message(text))
         self._module = module if reason is None and isinstance(module, ModuleType) else None
-        loops_in_use[self._what] = reason or "compiled"
+        loops_in_use[self._purpose] = reason or "compiled"
         self._is_decided = True
 
-    def _why_not(self, module: ModuleType) -> str | None:
+    def _failure(self, module: ModuleType) -> str | None:
         self._is_on_trial, self._module = True, module
         try:
             for example in self._examples():

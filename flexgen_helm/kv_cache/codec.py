@@ -30,8 +30,8 @@ from torch import Tensor
 
 from flexgen_helm.models.config import QUANTIZED_TOKENS
 from flexgen_helm.offload.uploads import Uploaded, Uploads
-from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.dequantization import dequantize_into
+from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock

@@ -39,7 +39,7 @@ from flexgen_helm.checkpoint.stored_tensors import StoredRows
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
-from flexgen_helm.kernels.team import run_single_threaded
+from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.models.config import expert_number, expert_of
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
 from flexgen_helm.offload.prefetcher import ring_bytes
@@ -47,7 +47,8 @@ from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import StorageSizes, gather_bytes
 from flexgen_helm.progress import Message, report
-from flexgen_helm.quant.formats import LAYOUT_VERSION, BlockFormat, GroupFormat, StoredFormat
+from flexgen_helm.quant.block_formats import LAYOUT_VERSION
+from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
 from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEMENTS
@@ -138,7 +139,7 @@ class WeightsAtRest:
 _thread_local = threading.local()
 # Threads that read rows of tables; they are kept, because starting them takes longer than the
 # reads.
-_READERS = ThreadPoolExecutor(8, "table rows", run_single_threaded)
+_READERS = ThreadPoolExecutor(8, "table rows", use_one_thread)
 # Bytes that a disk reads in the time of one short read: rows nearer than this are read with what is
 # between them.
 _GAP_BYTES = 256 << 10

@@ -61,8 +61,8 @@ from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
-from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.dequantization import dequantize_into
+from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.scheduling.stage_visits import StageVisit
 from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, aligned
 

@@ -45,7 +45,7 @@ def block_matmul(
         return None
     if has_amx() and (batch_invariant or count >= _AMX_ROWS):
         return None
-    if not _takes(packed, fmt, width) or (module := loops(fmt)()) is None:
+    if not _is_supported(packed, fmt, width) or (module := loops(fmt)()) is None:
         return None
     y = multiply_rows(module.loops(fmt)[0], x, packed, width // fmt.block_values)
     return y if bias is None else y.add_(bias)
@@ -55,7 +55,7 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
     """Bytes [rows, row bytes] -> `out` [rows, width] in the compute dtype; returns it."""
     rows, width = out.shape
     on_host = out.dtype == torch.float32 and out.device.type == "cpu" and out.stride(1) == 1
-    if on_host and _takes(packed, fmt, width) and (module := loops(fmt)()) is not None:
+    if on_host and _is_supported(packed, fmt, width) and (module := loops(fmt)()) is not None:
         given = DecodeRows(
             w=packed.data_ptr(),
             w_row=packed.stride(0),
@@ -72,9 +72,11 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
     return out
 
 
-def _takes(packed: Tensor, fmt: BlockFormat, width: int) -> bool:
+def _is_supported(packed: Tensor, fmt: BlockFormat, width: int) -> bool:
     on_host = packed.device.type == "cpu" and packed.dtype == torch.uint8 and packed.stride(1) == 1
-    is_whole = fmt.has_loop and fmt.takes(width) and packed.shape[1] == fmt.stripe_bytes(width)
+    is_whole = (
+        fmt.has_loop and fmt.has_whole_blocks(width) and packed.shape[1] == fmt.stripe_bytes(width)
+    )
     return on_host and is_whole and packed.numel() > 0
 
 

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.blocks import numbers_of
-from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers, StoredFormat
+from flexgen_helm.quant.formats import (
+    BitField,
+    BlockFormat,
+    GroupFormat,
+    Numbers,
+    StoredFormat,
+)
 
 # Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout:
 # `quant.packing`), and one for all stored types of published files.
@@ -275,7 +281,7 @@ def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, A
         if (bits := sum(known[2])) > 8:
             return *known, given.floating
         codes = torch.arange(1 << bits, dtype=torch.uint8)[:, None]
-        values = numbers_of(codes, replace(given, parts=(Bits(8, (0,), (0,)),)))
+        values = numbers_of(codes, replace(given, parts=(BitField(8, (0,), (0,)),)))
         layout.extend(values[:, 0].view(torch.int32).tolist())
         return *known, len(layout) - len(codes)
 

@@ -5,7 +5,7 @@ of its host code.
 import torch
 
 from flexgen_helm.quant.blocks import decode
-from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers
+from flexgen_helm.quant.formats import BitField, BlockFormat, GroupFormat, Numbers
 from flexgen_helm.quant.packing import dequantize
 
 
@@ -25,7 +25,7 @@ def block_format(given, layout):
     def numbers(first, count, widths, values):
         found = layout[first : first + len(widths) * count].view(len(widths), count)
         parts = tuple(
-            Bits(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist()))
+            BitField(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist()))
             for w, at in zip(widths, found)
         )
         if isinstance(values, str):

@@ -16,7 +16,7 @@ from flexgen_helm.errors import LoopError
 from flexgen_helm.kernels import attention, layer_rows, team
 from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.quant import block_products, dequantization, packing
-from flexgen_helm.quant.formats import BLOCK_FORMATS
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 

@@ -18,8 +18,8 @@ from flexgen_helm.quant.arithmetic import (
     to_codes,
     word_scales,
 )
-from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.dequantization import dequantize_into, quantized_matmul
+from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 

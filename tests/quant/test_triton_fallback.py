@@ -15,8 +15,8 @@ from flexgen_helm.hardware.process_state import TRITON, switched_off
 from flexgen_helm.offload import linear
 from flexgen_helm.progress import Message, observed_by
 from flexgen_helm.quant import dequantization
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from flexgen_helm.quant.blocks import decode
-from flexgen_helm.quant.formats import BLOCK_FORMATS
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.tiers import DEVICE_UPCAST_ELEMENTS
