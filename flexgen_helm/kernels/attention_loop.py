@@ -44,6 +44,7 @@ from flexgen_helm.kernels.emit import (
     spread,
     store,
     transposed,
+    vector_of,
 )
 from flexgen_helm.kernels.team import FLOAT16, FLOAT32
 
@@ -88,9 +89,8 @@ def _multiply_few_rows(builder: Any, args: Any) -> None:
     """Write the IR of a `_Product` of 1 or `_STEP_ROWS` rows, whose sums stay in registers."""
     rows, vectors = range(args.rows), range(args.vectors)
     targets = _tile_vectors(builder, args.c, args)
-    zero = ir.Constant(VECTOR, [0.0] * LANES)
-    keeps = builder.icmp_signed("!=", args.adds, INT64(0))
-    starts = [builder.select(keeps, load(builder, at, VECTOR, 4), zero) for at in targets]
+    adds = builder.icmp_signed("!=", args.adds, INT64(0))
+    starts = [builder.select(adds, load(builder, at, VECTOR, 4), vector_of(0.0)) for at in targets]
     a_rows = [builder.add(args.a, builder.mul(args.a_row_stride, INT64(i))) for i in rows]
     before, loop, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
@@ -196,11 +196,11 @@ def _exponential(builder: Any, x: Any) -> Any:
     """Return e^x for x <= 0 to about one unit in the last place; 0 below -87 (Moshier, Cephes:
     `expf`).
     """
-    nearest = multiply_add(builder, x, _vector_of(1.4426950408889634), _vector_of(0.5))
+    nearest = multiply_add(builder, x, vector_of(1.4426950408889634), vector_of(0.5))
     power = call_llvm(builder, f"llvm.floor.v{LANES}f32", VECTOR, nearest)
-    rest = multiply_add(builder, power, _vector_of(-0.693359375), x)
-    rest = multiply_add(builder, power, _vector_of(2.12194440e-4), rest)
-    value = _vector_of(1.9875691500e-4)
+    rest = multiply_add(builder, power, vector_of(-0.693359375), x)
+    rest = multiply_add(builder, power, vector_of(2.12194440e-4), rest)
+    value = vector_of(1.9875691500e-4)
     for factor in (
         1.3981999507e-3,
         8.3334519073e-3,
@@ -210,16 +210,12 @@ def _exponential(builder: Any, x: Any) -> Any:
         1.0,
         1.0,
     ):
-        value = multiply_add(builder, value, rest, _vector_of(factor))
+        value = multiply_add(builder, value, rest, vector_of(factor))
     integer = ir.VectorType(INT32, LANES)
     exponent = builder.add(builder.fptosi(power, integer), ir.Constant(integer, [127] * LANES))
     scale = builder.bitcast(builder.shl(exponent, ir.Constant(integer, [23] * LANES)), VECTOR)
-    is_least = builder.fcmp_ordered("<", x, _vector_of(-87.0))
-    return builder.select(is_least, _vector_of(0.0), builder.fmul(value, scale))
-
-
-def _vector_of(value: float) -> Any:
-    return ir.Constant(VECTOR, [value] * LANES)
+    is_least = builder.fcmp_ordered("<", x, vector_of(-87.0))
+    return builder.select(is_least, vector_of(0.0), builder.fmul(value, scale))
 
 
 @ir_statement()
@@ -250,7 +246,7 @@ def _exponentiate_scores(builder: Any, vectors: Any, count: Any, first_key: Any,
                     builder.fcmp_ordered("<", position, end_keys),
                 )
                 score = builder.select(
-                    sees, load(builder, score_at, VECTOR, 4), _vector_of(float("-inf"))
+                    sees, load(builder, score_at, VECTOR, 4), vector_of(float("-inf"))
                 )
                 store(builder, score, score_at, 4)
         old_maximum = load(builder, row_at[_MAXIMUM], VECTOR, 4)

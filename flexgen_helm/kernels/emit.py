@@ -243,6 +243,11 @@ def _reader_of(arguments: Any) -> Any:
     return intrinsic(lambda typing, address: (result_type(int64), generate))
 
 
+def vector_of(value: float) -> Any:
+    """Return a constant vector whose elements are all one value."""
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a b + c, in one instruction where the processor has it."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))

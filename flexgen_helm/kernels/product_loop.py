@@ -39,6 +39,7 @@ from flexgen_helm.kernels.emit import (
     njit,
     prefetch,
     store,
+    vector_of,
     widen,
 )
 from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
@@ -244,8 +245,10 @@ def write_product(stored: StoredRows, builder: Any, tile: Any) -> None:
     w_rows = _rows(builder, tile.w, w_stride, last_output, REGISTER_OUTPUTS)
     positions = range(rows * REGISTER_OUTPUTS)
     addresses = [builder.add(tile.sums, INT64(4 * LANES * number)) for number in positions]
-    zero = ir.Constant(VECTOR, [0.0] * LANES)
-    starts = [zero if tile.is_first else load(builder, address, VECTOR, 4) for address in addresses]
+    starts = [
+        vector_of(0.0) if tile.is_first else load(builder, address, VECTOR, 4)
+        for address in addresses
+    ]
     before, loop, done = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)

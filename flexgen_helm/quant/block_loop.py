@@ -25,6 +25,7 @@ from flexgen_helm.kernels.emit import (
     VECTOR,
     call_llvm,
     load,
+    vector_of,
 )
 from flexgen_helm.kernels.product_loop import REGISTER_ROWS, MatrixLoops, StoredRows
 from flexgen_helm.quant.formats import BlockFormat, Numbers
@@ -66,7 +67,7 @@ def _block_values(fmt: BlockFormat, builder: Any, block: Any) -> Iterator[Any]:
             values = builder.fsub(values, _broadcast(builder, zeros, part))
         values = builder.fmul(values, _broadcast(builder, scales, part))
         if fmt.factor != 1:
-            values = builder.fmul(values, ir.Constant(VECTOR, [fmt.factor] * LANES))
+            values = builder.fmul(values, vector_of(fmt.factor))
         if offsets is None:
             return values
         return (builder.fsub if fmt.subtracts else builder.fadd)(

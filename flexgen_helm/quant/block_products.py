@@ -18,7 +18,7 @@ from flexgen_helm.quant.blocks import decode
 from flexgen_helm.quant.formats import BlockFormat
 
 # Values that plain torch decodes at once: it takes about 20 bytes for each.
-_TORCH_ELEMENTS = 1 << 20
+TORCH_ELEMENTS = 1 << 20
 # Least work of a thread, for which it is worth waking.
 _THREAD_ELEMENTS = 1 << 17
 # Rows of x from which on the matrix unit is faster, with decoded tiles.
@@ -67,7 +67,7 @@ def decode_into(packed: Tensor, fmt: BlockFormat, out: Tensor) -> Tensor:
         )
         run_on_threads(module.loops_for(fmt).decode, args, out.numel() // _THREAD_ELEMENTS)
         return out
-    step = max(1, _TORCH_ELEMENTS // width)
+    step = max(1, TORCH_ELEMENTS // width)
     for first in range(0, rows, step):
         out[first : first + step].copy_(decode(packed[first : first + step], fmt))
     return out

@@ -21,7 +21,7 @@ from flexgen_helm.hardware.process_state import TRITON, switch_off, switched_off
 from flexgen_helm.kernels.team import empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import word_table
-from flexgen_helm.quant.block_products import decode_into
+from flexgen_helm.quant.block_products import TORCH_ELEMENTS, decode_into
 from flexgen_helm.quant.formats import Axis, BlockFormat, GroupFormat, Scales, StoredFormat
 from flexgen_helm.quant.packing import dequantize, packed_args, quantize
 
@@ -29,8 +29,6 @@ from flexgen_helm.quant.packing import dequantize, packed_args, quantize
 QUANTIZED_MATMUL_ROWS = 32
 _AXES: tuple[Axis, ...] = ("in", "out")
 _SCALES: tuple[Scales, ...] = ("pair", "word")
-# Values that plain torch dequantizes at once: it takes about 20 bytes for each.
-_TORCH_ELEMENTS = 1 << 20
 
 
 def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
@@ -52,7 +50,7 @@ def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
 def dequantize_with_torch(packed: Tensor, fmt: GroupFormat, out: Tensor) -> Tensor:
     """Do the same as `dequantize_into` by plain operations of torch, on any device."""
     width, stripe_rows = out.shape[1], fmt.stripe_rows
-    step = max(1, _TORCH_ELEMENTS // (width * stripe_rows))  # stripes
+    step = max(1, TORCH_ELEMENTS // (width * stripe_rows))  # stripes
     for first in range(0, packed.shape[0], step):
         tile = out[first * stripe_rows : (first + step) * stripe_rows]
         tile.copy_(dequantize(packed[first : first + step], fmt, *tile.shape))

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from flexgen_helm.kernels.team import run_on_threads
 from flexgen_helm.kernels.trial import Loops
-from flexgen_helm.quant.arithmetic import TRIED_SCALES, check, from_codes, to_codes, word_table
+from flexgen_helm.quant.arithmetic import (
+    TRIED_SCALES,
+    check_quantizable,
+    from_codes,
+    to_codes,
+    word_table,
+)
 from flexgen_helm.quant.formats import Fit, GroupFormat
 
 # Arguments of the loops over packed bytes:
@@ -109,7 +115,7 @@ def _pack_by_loop(values: Tensor, fmt: GroupFormat) -> Tensor | None:
         return None
     matrix = values.float().contiguous()
     rows, width = matrix.shape
-    check(_to_groups(matrix, fmt), fmt)
+    check_quantizable(_to_groups(matrix, fmt), fmt)
     packed = torch.empty((fmt.num_stripes(rows), fmt.stripe_bytes(width)), dtype=torch.uint8)
     table = word_table(fmt.bits, packed.device)
     tried_scales = TRIED_SCALES if fmt.fit == "error" else 0

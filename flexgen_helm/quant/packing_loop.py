@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
@@ -26,6 +25,7 @@ from flexgen_helm.kernels.emit import (
     load,
     njit,
     store,
+    vector_of,
 )
 from flexgen_helm.quant.arithmetic import (
     LAST_ZERO_POINT,
@@ -68,8 +68,8 @@ def _write_remainder_sums(builder: Any, args: Any) -> None:
     """
     row_bytes, zero, top = (
         4 * _BLOCK_COLUMNS,
-        _vector_of(0.0),
-        _vector_of(float((1 << args.bits) - 1)),
+        vector_of(0.0),
+        vector_of(float((1 << args.bits) - 1)),
     )
     with cgutils.for_range(builder, INT64(_BLOCK_COLUMNS // LANES)) as lanes:
         lane_bytes = builder.mul(lanes.index, INT64(4 * LANES))
@@ -101,11 +101,6 @@ def _write_remainder_sums(builder: Any, args: Any) -> None:
         while half := len(sums) // 2:
             sums = [builder.fadd(*pair) for pair in zip(sums[:half], sums[half:])]
         store(builder, sums[0], builder.add(args.sums, lane_bytes), 4)
-
-
-def _vector_of(value: float) -> Any:
-    """Return a vector whose elements are all one value."""
-    return ir.Constant(VECTOR, [value] * LANES)
 
 
 _sum_remainders = ir_statement((0, 1), (4, 8))(_write_remainder_sums)

@@ -33,10 +33,11 @@ def block_format(given, layout):
         table = layout[values : values + (1 << sum(widths))].view(torch.float32)
         return Numbers(parts[::-1], table=tuple(table.tolist()))
 
-    (codes,), scales, offsets, zeros = (
-        tuple(numbers(*x) for x in kind) for kind in given["numbers"][:4]
+    codes = numbers(*given["codes"])
+    scales, offsets, zeros = (
+        tuple(numbers(*x) for x in given[kind]) for kind in ("scales", "offsets", "zeros")
     )
-    size, subtracts, divides = given["block_bytes"], given["sign"] < 0, given["numbers"][4]
+    size, subtracts, divides = given["block_bytes"], given["sign"] < 0, given["divides"]
     return BlockFormat(
         "", codes.count, size, codes, scales, offsets, subtracts, zeros, divides, given["factor"]
     )
