@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv, next_power_of_2
 
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.blocks import numbers_of
@@ -266,7 +267,7 @@ class Launch:
 @lru_cache(maxsize=1024)
 def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Launch:
     """Return the launch that dequantizes a matrix [rows, width] into `dtype`."""
-    lanes, vector = _power_of_two(fmt.group_size // 2), _VECTOR_BYTES // dtype.itemsize
+    lanes, vector = next_power_of_2(fmt.group_size // 2), _VECTOR_BYTES // dtype.itemsize
     constants = {
         "group": fmt.group_size,
         "bits": fmt.bits,
@@ -274,16 +275,16 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
         "pairs": fmt.scales == "pair",
     }
     if fmt.axis == "out":
-        chunks = min(128, _power_of_two(triton.cdiv(width, vector)))
+        chunks = min(128, next_power_of_2(cdiv(width, vector)))
         constants |= {"chunks": chunks, "vector": vector}
-        grid = fmt.num_stripes(rows), triton.cdiv(width, chunks * vector)
+        grid = fmt.num_stripes(rows), cdiv(width, chunks * vector)
         return Launch(dequantize_out, grid, constants, max(1, min(8, chunks * lanes // 512)))
     vector = min(vector, lanes)
     row_chunks = fmt.stripe_groups(width) * (lanes // vector)
-    chunks = min(128, _power_of_two(row_chunks))
-    block_rows = min(_power_of_two(rows), 512 // chunks)
+    chunks = min(128, next_power_of_2(row_chunks))
+    block_rows = min(next_power_of_2(rows), 512 // chunks)
     constants |= {"chunks": chunks, "vector": vector, "block_rows": block_rows}
-    grid = triton.cdiv(rows, block_rows), triton.cdiv(row_chunks, chunks)
+    grid = cdiv(rows, block_rows), cdiv(row_chunks, chunks)
     return Launch(dequantize_in, grid, constants, 4)
 
 
@@ -335,7 +336,7 @@ def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
             constants, layout = describe_blocks(fmt, packed.device)
             blocks = width // fmt.block_values
             launch = Launch(
-                dequantize_blocks, (triton.cdiv(out.numel(), _BLOCKS_VALUES.value), 1), constants, 4
+                dequantize_blocks, (cdiv(out.numel(), _BLOCKS_VALUES.value), 1), constants, 4
             )
             launch.run(packed, out, layout, rows * blocks, blocks, packed.stride(0))
             return out
@@ -343,11 +344,6 @@ def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
         tables = word_scales(packed.device), word_zero_points(fmt.bits, packed.device)
         launch.run(packed, out, *tables, rows, width, packed.stride(0))
     return out
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below `number`."""
-    return 1 << (number - 1).bit_length()
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
