@@ -91,7 +91,7 @@ class Loops:
             reason = module
         elif reason := self._failure(module):
             text = (
-                f"the compiled loop for {self._what} does not work here, so PyTorch is used, more "
+                f"the compiled loop for {self._purpose} does not work here, so PyTorch is used, more "
                 f"slowly ({reason})"
             )
             report(Message(text))

@@ -69,7 +69,9 @@ def assert_same(found, expected, tolerance=TOLERANCE):
             assert all(abs(a - b) <= tolerance for (_, a), (_, b) in zip(x, y, strict=True))
 
 
-def seeing_longer_neighbours(q: Tensor, segments: LocatedSegments, *rest: Any) -> tuple[Tensor, Tensor]:
+def seeing_longer_neighbours(
+    q: Tensor, segments: LocatedSegments, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak
     would be.
     """
