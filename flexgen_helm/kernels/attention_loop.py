@@ -76,6 +76,15 @@ def scratch_floats(head_dim: int) -> int:
     return TILE_QUERIES * (_QUERIES + 4 * head_dim) + BLOCK_KEYS * head_dim
 
 
+# Sums over all blocks are in float64: float32 would lose what a block adds to a sum of a hundred
+# thousand keys.
+_DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
+
+
+def _to_float64(builder: Any, vector: Any) -> Any:
+    return builder.fpext(vector, _DOUBLES)
+
+
 # A product of some rows with a tile: c [rows, vectors] = a [rows, count] b [count, vectors]. a has
 # any strides; b and c are rows of a tile. adds: c is added to. totals: 0, or the address of rows in
 # float64, to which the product is added instead: totals = totals rescale + product.
@@ -114,11 +123,11 @@ def _multiply_few_rows(builder: Any, args: Any) -> None:
         phi.add_incoming(result, loop)
     builder.cbranch(builder.icmp_signed("<", next_number, args.count), loop, done)
     builder.position_at_end(done)
-    with builder.if_else(builder.icmp_signed("==", args.totals, INT64(0))) as (is_part, is_whole):
-        with is_part:
+    with builder.if_else(builder.icmp_signed("==", args.totals, INT64(0))) as (in_c, in_totals):
+        with in_c:
             for at, result in zip(targets, results):
                 store(builder, result, at, 4)
-        with is_whole:
+        with in_totals:
             _add_to_totals(builder, args, results)
 
 
@@ -134,21 +143,13 @@ def _tile_vectors(builder: Any, first: Any, args: Any, size: int = 4) -> list[An
 
 
 def _add_to_totals(builder: Any, args: Any, results: list[Any]) -> None:
+    """Write the IR of totals = totals rescale + results, of a `_Product` with totals."""
     starts = [builder.add(args.rescale, INT64(4 * LANES * j)) for j in range(args.vectors)]
     factors = [_to_float64(builder, load(builder, at, VECTOR, 4)) for at in starts]
     targets = _tile_vectors(builder, args.totals, args, size=8)
     for at, factor, result in zip(targets, cycle(factors), results):
         total = load(builder, at, _DOUBLES, 8)
         store(builder, multiply_add(builder, total, factor, _to_float64(builder, result)), at, 8)
-
-
-# Sums over all blocks are in float64: float32 would lose what a block adds to a sum of a hundred
-# thousand keys.
-_DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
-
-
-def _to_float64(builder: Any, vector: Any) -> Any:
-    return builder.fpext(vector, _DOUBLES)
 
 
 # The compiler may contract a multiplication and an addition to one instruction, as `multiply_add`.

@@ -91,8 +91,8 @@ class Loops:
             reason = module
         elif reason := self._failure(module):
             text = (
-                f"the compiled loop for {self._purpose} does not work here, so PyTorch is used, more "
-                f"slowly ({reason})"
+                f"the compiled loop for {self._purpose} does not work here, so PyTorch is used, "
+                f"more slowly ({reason})"
             )
             report(Message(text))
         self._module = module if reason is None and isinstance(module, ModuleType) else None

@@ -219,7 +219,7 @@ def _fit(values: Tensor, words: Tensor, bits: int) -> Tensor:
     minimum, maximum = values.amin(-1).clamp_max_(0.0), values.amax(-1).clamp_min_(0.0)
 
     def remainder_and_offset(candidate: Tensor) -> ScaleOffset:
-        """Return what codes times scale leave of the values [..., group], and the offset [..., 1]."""
+        """Return values - codes scale [..., group], and the candidate's offset [..., 1]."""
         scale, offset = (number[..., None] for number in decode_words(candidate, bits))
         codes = (values - offset).mul_(1 / scale).round_().clamp_(0, (1 << bits) - 1)
         return values - codes.mul_(scale), offset

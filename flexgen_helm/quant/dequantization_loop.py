@@ -105,10 +105,8 @@ def dequantize_rows(args: Any, thread: Any, threads: Any) -> None:
             for upper in range(2):
                 first, start = group * group_size + upper * half, group * code_bytes + upper * apart
                 mask, factor = _upper_half(bits) if upper else _lower_half(bits)
-                values, codes = (
-                    row_values[first : min(first + half, width)],
-                    data[start : start + half],
-                )
+                values = row_values[first : min(first + half, width)]
+                codes = data[start : start + half]
                 for j in range(len(values)):
                     values[j] = np.float32(np.uint8(codes[j] & mask)) * (scale * factor) + offset
 
