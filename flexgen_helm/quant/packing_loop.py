@@ -114,9 +114,10 @@ def _fit_words(args: Any, values: Any, span: tuple[Any, Any], words: Any) -> Non
     values: [group_size, _BLOCK_COLUMNS].
     span: each column's minimum and maximum, with zero.
     """
-    (below, above), bits, table = span, args.bits, floats(args.table, _TABLE_SIZE)
+    (minimum, maximum), bits, table = span, args.bits, floats(args.table, _TABLE_SIZE)
     group_size, top = len(values), np.float32((1 << bits) - 1)
     zero_points, indices_per_code = table[NUM_SCALES:], _LAST_ZERO_POINT / top
+    # the first three rows are the scales of `_RemainderSums`
     columns = np.empty((6, _BLOCK_COLUMNS), np.float32)
     scale, inverse, offset, sums, zero_point, least_error = columns
     first_index, index, candidate = np.empty((3, _BLOCK_COLUMNS), np.int32)
@@ -130,14 +131,14 @@ def _fit_words(args: Any, values: Any, span: tuple[Any, Any], words: Any) -> Non
         _RemainderSums(1, bits, values_address, group_size, scales_address, sums_address)
     )
     least_error[:] = sums
-    for smaller in range(args.tried_scales):
+    for step in range(args.tried_scales):
         for c in range(_BLOCK_COLUMNS):
-            index[c] = max(first_index[c] - smaller, 0)
+            index[c] = max(first_index[c] - step, 0)
             scale[c] = table[index[c] & (NUM_SCALES - 1)]  # numba checks no sign of a masked index
             inverse[c] = np.float32(1) / scale[c]
         for clipping in range(3):  # below, on both sides, above
             for c in range(_BLOCK_COLUMNS):
-                lowest, highest = -below[c] / scale[c], top - above[c] / scale[c]
+                lowest, highest = -minimum[c] / scale[c], top - maximum[c] / scale[c]
                 middle = (lowest + highest) / np.float32(2)
                 zero_point[c] = lowest if clipping == 0 else (middle if clipping == 1 else highest)
             # the sums of the remainders give a better zero point, whose squared error counts
@@ -176,25 +177,25 @@ def pack_columns(args: Any, thread: Any, threads: Any) -> None:
         stripe, first = block // blocks, block % blocks * _BLOCK_COLUMNS
         columns = min(_BLOCK_COLUMNS, width - first)
         values = np.zeros((group_size, _BLOCK_COLUMNS), np.float32)
-        below, above = np.zeros((2, _BLOCK_COLUMNS), np.float32)
+        minimum, maximum = np.zeros((2, _BLOCK_COLUMNS), np.float32)
         words = np.zeros(_BLOCK_COLUMNS, np.int32)
         for number in range(group_size):
             row = min(stripe * group_size + number, args.rows - 1)  # the last row pads its group
             source, value = floats(args.matrix + (row * width + first) * 4, columns), values[number]
             for c in range(columns):
                 value[c] = source[c]
-                below[c] = value[c] if value[c] < below[c] else below[c]
-                above[c] = value[c] if value[c] > above[c] else above[c]
+                minimum[c] = value[c] if value[c] < minimum[c] else minimum[c]
+                maximum[c] = value[c] if value[c] > maximum[c] else maximum[c]
         for c in range(columns):  # the smallest scale that covers the range
-            exact = max(np.float64(above[c] - below[c]) / top, _SMALLEST_SCALE)
+            exact = max(np.float64(maximum[c] - minimum[c]) / top, _SMALLEST_SCALE)
             step = (math.log2(exact) - LOWEST_EXPONENT) * SCALES_PER_OCTAVE
             index = np.int32(min(max(math.ceil(step - 1e-9), 0), NUM_SCALES - 1))
-            zero_point = -below[c] / table[index] * (_LAST_ZERO_POINT / top)
+            zero_point = -minimum[c] / table[index] * (_LAST_ZERO_POINT / top)
             words[c] = index << 7 | np.int32(_clamp_and_round(zero_point, _LAST_ZERO_POINT))
         if args.tried_scales:
-            _fit_words(args, values, (below, above), words)
+            _fit_words(args, values, (minimum, maximum), words)
         data = packed_bytes(args.packed + stripe * args.stripe_bytes, args.stripe_bytes)
-        scale, offset = below, above  # in the memory of the ranges, which are done with
+        scale, offset = minimum, maximum  # reuse the memory of the ranges
         for c in range(columns):
             word_byte = code_bytes * width + 2 * (first + c)
             data[word_byte], data[word_byte + 1] = words[c] & 255, words[c] >> 8
