@@ -90,11 +90,12 @@ class Loops:
         if isinstance(module, str):
             reason = module
         elif reason := self._failure(module):
-            text = (
-                f"the compiled loop for {self._purpose} does not work here, so PyTorch is used, "
-                f"more slowly ({reason})"
+            report(
+                Message(
+                    f"the compiled loop for {self._purpose} does not work here, so PyTorch is "
+                    f"used, more slowly ({reason})"
+                )
             )
-            report(Message(text))
         self._module = module if reason is None and isinstance(module, ModuleType) else None
         loops_in_use[self._purpose] = reason or "compiled"
         self._is_decided = True

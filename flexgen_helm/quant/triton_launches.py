@@ -155,7 +155,9 @@ def dequantize_in(
 
 # Values of blocks that a program decodes.
 _BLOCKS_VALUES = tl.constexpr(2048)
-# What a tuple has that describes an array of numbers in a block (`describe_blocks`), by index.
+# Indices of the tuples of `describe_blocks`: of what describes a block's numbers, and of what
+# describes one array of them.
+_CODES, _SCALES, _OFFSETS, _ZEROS, _DIVIDES = map(tl.constexpr, range(5))
 _FIRST, _COUNT, _WIDTHS, _VALUES = map(tl.constexpr, range(4))
 
 
@@ -182,17 +184,15 @@ def _numbers(block: tl.tensor, layout: tl.tensor, index: tl.tensor, array: tl.co
 
 
 @triton.jit
-def _product(
-    block: tl.tensor, layout: tl.tensor, factors: tl.constexpr, divides: tl.constexpr
-) -> Any:
-    """Return the scales, offsets or zero points of blocks [blocks, 1], as products of factors
-    [blocks, parts or 1, 1]; divides: the second factor is divided by the first.
+def _product(block: tl.tensor, layout: tl.tensor, numbers: tl.constexpr, kind: tl.constexpr) -> Any:
+    """Return the scales, offsets or zero points of blocks [blocks, 1], as products of their factors
+    [blocks, parts or 1, 1]; kind: `_SCALES`, `_OFFSETS` or `_ZEROS`.
     """
     product = tl.full((1, 1), 1.0, tl.float32)
-    for i in tl.static_range(len(factors)):
-        index = tl.arange(0, factors[i][_COUNT])[None, :]
-        factor = _numbers(block, layout, index, factors[i])
-        if divides and i == 1:
+    for i in tl.static_range(len(numbers[kind])):
+        index = tl.arange(0, numbers[kind][i][_COUNT])[None, :]
+        factor = _numbers(block, layout, index, numbers[kind][i])
+        if numbers[_DIVIDES] and kind == _SCALES and i == 1:
             product = tl.div_rn(factor, product)
         else:
             product *= factor
@@ -208,11 +208,7 @@ def dequantize_blocks(
     row_blocks: tl.tensor,
     row_bytes: tl.tensor,
     block_bytes: tl.constexpr,
-    codes: tl.constexpr,
-    scales: tl.constexpr,
-    offsets: tl.constexpr,
-    zeros: tl.constexpr,
-    divides: tl.constexpr,
+    numbers: tl.constexpr,
     parts: tl.constexpr,
     sign: tl.constexpr,
     factor: tl.constexpr,
@@ -223,20 +219,20 @@ def dequantize_blocks(
     row_blocks, row_bytes: blocks of a row, and bytes from a row to the next.
     parts: of a block, which have a scale each; sign: of the offsets; others: see `describe_blocks`.
     """
-    size: tl.constexpr = codes[_COUNT]
+    size: tl.constexpr = numbers[_CODES][_COUNT]
     chunk: tl.constexpr = _BLOCKS_VALUES // size
     number = tl.minimum(tl.program_id(0) * chunk + tl.arange(0, chunk), count - 1)[:, None]
     block = (
         packed + (number // row_blocks).to(tl.int64) * row_bytes + number % row_blocks * block_bytes
     )
     index = tl.reshape(tl.arange(0, size), (1, parts, size // parts))
-    values = _numbers(block[:, :, None], layout, index, codes)
-    if len(zeros):
-        values -= _product(block, layout, zeros, False)
-    values *= _product(block, layout, scales, divides)
+    values = _numbers(block[:, :, None], layout, index, numbers[_CODES])
+    if len(numbers[_ZEROS]):
+        values -= _product(block, layout, numbers, _ZEROS)
+    values *= _product(block, layout, numbers, _SCALES)
     values *= factor
-    if len(offsets):
-        values += sign * _product(block, layout, offsets, False)
+    if len(numbers[_OFFSETS]):
+        values += sign * _product(block, layout, numbers, _OFFSETS)
     tl.store(out + number.to(tl.int64)[:, :, None] * size + index, values)
 
 
@@ -292,7 +288,9 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
 def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, Any], Tensor]:
     """Return the constants of `dequantize_blocks` for a format, and its layout, a table in int32.
 
-    An array of numbers is described by a tuple: (index in the layout of the bits at which its
+    The constant `numbers` is (codes, factors of the scales, of the offsets, of the zero points,
+    whether the second factor of a scale is divided by the first). The codes and each factor are an
+    array of numbers in a block, described by a tuple: (index in the layout of the bits at which the
     numbers begin in a block, part by part; how many numbers; widths of the parts, the highest bits
     first; index in the layout of the values that the integers stand for, or the name of their
     floating-point type).
@@ -312,13 +310,11 @@ def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, A
         layout.extend(values[:, 0].view(torch.int32).tolist())
         return first, numbers.count, widths, len(layout) - len(integers)
 
+    codes = describe(fmt.codes)
+    factors = (tuple(map(describe, numbers)) for numbers in (fmt.scales, fmt.offsets, fmt.zeros))
     constants = {
         "block_bytes": fmt.block_bytes,
-        "codes": describe(fmt.codes),
-        "scales": tuple(map(describe, fmt.scales)),
-        "offsets": tuple(map(describe, fmt.offsets)),
-        "zeros": tuple(map(describe, fmt.zeros)),
-        "divides": fmt.divides,
+        "numbers": (codes, *factors, fmt.divides),
         "parts": max(factor.count for factor in fmt.scales + fmt.offsets),
         "sign": -1.0 if fmt.subtracts else 1.0,
         "factor": fmt.factor,

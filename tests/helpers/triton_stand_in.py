@@ -33,11 +33,10 @@ def block_format(given, layout):
         table = layout[values : values + (1 << sum(widths))].view(torch.float32)
         return Numbers(parts[::-1], table=tuple(table.tolist()))
 
-    codes = numbers(*given["codes"])
-    scales, offsets, zeros = (
-        tuple(numbers(*x) for x in given[kind]) for kind in ("scales", "offsets", "zeros")
-    )
-    size, subtracts, divides = given["block_bytes"], given["sign"] < 0, given["divides"]
+    first, *factors, divides = given["numbers"]
+    codes = numbers(*first)
+    scales, offsets, zeros = (tuple(numbers(*x) for x in kind) for kind in factors)
+    size, subtracts = given["block_bytes"], given["sign"] < 0
     return BlockFormat(
         "", codes.count, size, codes, scales, offsets, subtracts, zeros, divides, given["factor"]
     )
