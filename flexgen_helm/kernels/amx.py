@@ -63,8 +63,8 @@ MATRIX = np.dtype([(name, np.int64) for name in ("w", "w_stride", "y", "outputs"
 #     scratch, scratch_bytes    address of the threads' memory, and bytes of each thread
 #     panels                    of all matrices together
 #     matrices, num_matrices    address of records `MATRIX`, and how many
-ProductsArgs = namedtuple(
-    "ProductsArgs",
+AmxArgs = namedtuple(
+    "AmxArgs",
     "dtype x x_stride x_rows width block_columns block_rows row_groups scratch scratch_bytes "
     "panels num_matrices matrices",
 )
@@ -166,7 +166,7 @@ def _multiply(module: ModuleType, x: Tensor, weights: Sequence[Tensor]) -> list[
     block_rows = -(-group_rows // (-(-group_rows // _max_block_rows(width, threads)) * 32)) * 32
     block_columns = _block_columns(module, block_rows, width)
     scratch_bytes = module.scratch_bytes(block_rows, width, block_columns)
-    args = ProductsArgs(
+    args = AmxArgs(
         dtype=DTYPE_CODES[weights[0].dtype],
         x=x.data_ptr(),
         x_stride=4 * x.stride(0),

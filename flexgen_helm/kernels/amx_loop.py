@@ -31,7 +31,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from flexgen_helm.kernels.amx import MATRIX, PANEL_OUTPUTS, ProductsArgs
+from flexgen_helm.kernels.amx import MATRIX, PANEL_OUTPUTS, AmxArgs
 from flexgen_helm.kernels.emit import (
     INT16,
     INT32,
@@ -464,7 +464,7 @@ def _multiply_panel_block(
                 _store_sums((tile_sums, y, current.y_stride, min(TILE_ROWS, rows - row)))
 
 
-@partial(Loop, ProductsArgs)
+@partial(Loop, AmxArgs)
 def multiply(args: Any, thread: Any, threads: Any) -> None:
     """Compute y = x w^T for x [T, width] in float32 and each of some matrices w [outputs, width].
 
