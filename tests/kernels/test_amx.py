@@ -32,7 +32,7 @@ def unit():
 
 @pytest.fixture(autouse=True)
 def any_number_of_rows(monkeypatch):
-    monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
+    monkeypatch.setattr(amx, "_MIN_ROWS", dict.fromkeys(DTYPES, (1, 1)))
 
 
 @settings(max_examples=share_of(25, 2))
