@@ -26,7 +26,9 @@ def into_lanes(
         count = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_states))
     else:
         step, slot = 1 + limits.step_overhead, 1 + limits.slot_overhead
-        needs = (len(req.tokens) + req.request.max_fed_tokens * step for req in requests)
+        needs = (
+            len(request.tokens) + request.original.max_fed_tokens * step for request in requests
+        )
         num_fitting = limits.cache_tokens // (max(needs, default=0) + 2 * slot)
         count = max(1, min(num_ranks, len(requests), num_fitting, limits.max_sequences))
     lane_limits = replace(
@@ -41,7 +43,7 @@ def into_lanes(
 def divide(requests: abc.Sequence[Request], lanes: int) -> list[list[Request]]:
     """Return the requests of each lane: about as many tokens, and common beginnings together."""
     order = sorted(range(len(requests)), key=lambda index: requests[index].tokens)
-    sizes = [len(requests[index].tokens) + requests[index].request.max_tokens for index in order]
+    sizes = [len(requests[index].tokens) + requests[index].original.max_tokens for index in order]
     middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes)]
     total = max(1, sum(sizes))  # nothing is fed of an empty prompt that is scored
     # A last request of no size is at the end of the last lane, not behind it.

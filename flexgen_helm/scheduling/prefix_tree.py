@@ -15,7 +15,7 @@ for all users.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flexgen_helm.models.config import ModelConfig
@@ -125,14 +125,28 @@ def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[Pref
     return roots
 
 
-def with_numbers(
+def shared_prefixes(
+    users: Iterable[Sequence[Prompt]], cost: PrefixCostModel
+) -> list[PrefixNode | int]:
+    """Return the forest of prompt beginnings that are worth computing once; its leaves are numbers
+    of requests.
+
+    users: `Request.prefix_users` of each request; its number occurs as often as it has prompts.
+    """
+    prompts = [(number, prompt) for number, of_request in enumerate(users) for prompt in of_request]
+    return _renumbered(
+        plan_prefixes([prompt for _, prompt in prompts], cost), [number for number, _ in prompts]
+    )
+
+
+def _renumbered(
     members: Sequence[PrefixNode | int], numbers: Sequence[int]
 ) -> list[PrefixNode | int]:
     """Return the forest with `numbers[index]` in place of every index; changes its nodes."""
     for member in members:
         if isinstance(member, PrefixNode):
             member.users = [numbers[index] for index in member.users]
-            member.members = with_numbers(member.members, numbers)
+            member.members = _renumbered(member.members, numbers)
     return [member if isinstance(member, PrefixNode) else numbers[member] for member in members]
 
 

@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from flexgen_helm.planner.limits import SchedulerLimits
+from flexgen_helm.scheduling.forecast import AnswerLengths, CacheDemand, Forecast
 from flexgen_helm.scheduling.sequence import (
-    AnswerLengths,
     Batch,
     CacheBlock,
-    CacheDemand,
-    Forecast,
     ScheduledTokens,
     Sequence,
     SequenceKind,
