@@ -32,7 +32,7 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS, fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
-from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.policy import BlockShape
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.planner.workload import Workload

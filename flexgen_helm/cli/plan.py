@@ -314,7 +314,7 @@ def _print_remarks(planned: Plan) -> None:
 
 
 def _print_how_to_run(command: Sequence[str], hardware: str, has_entries: bool) -> None:
-    from flexgen_helm.planner.problem import MEASURED
+    from flexgen_helm.hardware.profile import MEASURED
 
     machine = "" if hardware == MEASURED else f" on {hardware}"
     entries = ", with your own run entries" if has_entries else ""

@@ -58,7 +58,7 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import gather_bytes
+from flexgen_helm.planner.staging import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import StoredFormat

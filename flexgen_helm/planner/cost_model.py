@@ -22,7 +22,8 @@ from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
 from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.policy import BlockShape
+from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 from flexgen_helm.tiers import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier

@@ -17,20 +17,18 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.corrections import corrected, corrections
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.least_memory import require_least_memory
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
+from flexgen_helm.planner.run_memory import RunSize
+from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.schedules import AUTOMATIC, Schedule
 from flexgen_helm.planner.search import Solution, search
-from flexgen_helm.planner.weight_placement import (
-    Placement,
-    leaving_room,
-    place_weights,
-    require_least_memory,
-)
+from flexgen_helm.planner.storage_sizes import StorageSizes
+from flexgen_helm.planner.weight_placement import Placement, leaving_room, place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits

@@ -100,6 +100,25 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class BlockShape:
+    """The shape of a block: sequences of a batch, batches, and the order of the work.
+
+    count: sequences that the block really has; None where all batches are full.
+    passes: over the prompts, each of as many of them; a single pass divides its experts' tokens so.
+    """
+
+    gpu_batch_size: int
+    num_gpu_batches: int
+    schedule: Schedule
+    count: float | None = None
+    passes: int = 1
+
+    @property
+    def num_sequences(self) -> float:
+        return self.gpu_batch_size * self.num_gpu_batches if self.count is None else self.count
+
+
+@dataclass(frozen=True)
 class Choices:
     """What the user has decided; None for what the planner is to choose.
 

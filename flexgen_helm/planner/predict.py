@@ -20,15 +20,11 @@ from flexgen_helm.planner.cost_model import (
     block_costs,
     pass_seconds,
 )
-from flexgen_helm.planner.placement import (
-    StorageSizes,
-    achieved_fractions,
-    choose_tiers,
-    tier_fractions,
-)
-from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem, matrix_kinds
+from flexgen_helm.planner.placement import achieved_fractions, choose_tiers, tier_fractions
+from flexgen_helm.planner.policy import BlockShape, Policy
+from flexgen_helm.planner.problem import PlanningProblem, matrix_kinds
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.tiers import BLOCK_SEQUENCES, TIERS, Kind, Tier
 
 

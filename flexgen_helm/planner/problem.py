@@ -22,15 +22,10 @@ from flexgen_helm.models.config import (
 from flexgen_helm.planner.affine import CACHE, Affine, affine
 from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.expert_use import expected_experts
-from flexgen_helm.planner.placement import (
-    Machine,
-    StagingSizes,
-    StorageSizes,
-    loader_buffer_bytes,
-    staging_sizes,
-    storage_sizes,
-)
-from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.policy import BlockShape
+from flexgen_helm.planner.staging import StagingSizes, loader_buffer_bytes, staging_sizes
+from flexgen_helm.planner.storage_sizes import StorageSizes, storage_sizes
 from flexgen_helm.planner.weight_placement import keeps_copies
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
@@ -43,6 +38,7 @@ from flexgen_helm.tiers import (
     MAX_TRANSFER_BYTES,
     STREAMED_BATCH_TOKENS,
     Tier,
+    without_margin,
 )
 
 
@@ -69,17 +65,6 @@ def borrows_table(config: ModelConfig) -> bool:
     return config.tied_head and config.has_embedding
 
 
-# Name of this machine's measured profile.
-MEASURED = "measured"
-# What the machine keeps for other programs: a share of a tier, and at least so many bytes.
-_MARGIN_SHARE, _MARGIN_BYTES = 0.1, 1 << 30
-
-
-def without_margin(free: float, total: float) -> int:
-    """Return the usable bytes of `free` bytes on a tier of `total` bytes."""
-    return max(0, int(free - max(_MARGIN_BYTES, _MARGIN_SHARE * total)))
-
-
 def between_elements(config: ModelConfig) -> float:
     """Return the elements that a layer reads and writes of a token between its products, on
     average.
@@ -96,25 +81,6 @@ def between_elements(config: ModelConfig) -> float:
     ]
     heads = 2 * (config.q_size + config.kv_size) + 4 * config.kv_size
     return 11 * config.num_streams * config.hidden_size + heads + sum(inner) / config.num_layers
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The shape of a block: sequences of a batch, batches, and the order of the work.
-
-    count: sequences that the block really has; None where all batches are full.
-    passes: over the prompts, each of as many of them; a single pass divides its experts' tokens so.
-    """
-
-    gpu_batch_size: int
-    num_gpu_batches: int
-    schedule: Schedule
-    count: float | None = None
-    passes: int = 1
-
-    @property
-    def num_sequences(self) -> float:
-        return self.gpu_batch_size * self.num_gpu_batches if self.count is None else self.count
 
 
 @dataclass(frozen=True)

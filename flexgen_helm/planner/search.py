@@ -17,6 +17,7 @@ import numpy as np
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size, size
+from flexgen_helm.hardware.profile import MEASURED
 from flexgen_helm.planner.affine import (
     CACHE,
     CG,
@@ -31,7 +32,7 @@ from flexgen_helm.planner.affine import (
 )
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
 from flexgen_helm.planner.placement import tier_fractions
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import BlockShape, Policy
 from flexgen_helm.planner.predict import (
     CostEstimate,
     as_placed,
@@ -40,7 +41,7 @@ from flexgen_helm.planner.predict import (
     shrunk,
     workload_seconds,
 )
-from flexgen_helm.planner.problem import MEASURED, BlockShape, PlanningProblem
+from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC, ZIGZAG, Schedule
 from flexgen_helm.tiers import TIER_PLACES, TIERS, Tier, limit_flag
 

@@ -22,17 +22,12 @@ from functools import cached_property
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import expert_of
-from flexgen_helm.planner.cache_sizes import cache_sizes
-from flexgen_helm.planner.placement import (
-    Machine,
-    StorageSizes,
-    achieved_fractions,
-    choose_tiers,
-    loader_buffer_bytes,
-    staging_sizes,
-    tier_fractions,
-)
+from flexgen_helm.planner.least_memory import sequence_bytes, vectors_and_sequence_bytes
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import achieved_fractions, choose_tiers, tier_fractions
 from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.staging import loader_buffer_bytes, staging_sizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limit_flag
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
@@ -40,9 +35,6 @@ from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limi
 _WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
 # Share of host memory for the next weights of a gpu.
 _HOST_WEIGHTS_SHARE = 0.5
-# Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a
-# few examples.
-_LEAST_POSITIONS = 512
 # Share of the experts below which none stays on the compute tier.
 _FEW_EXPERTS = 0.1
 
@@ -221,63 +213,9 @@ def _excess_bytes(policy: Policy, model: StorageSizes, machine: Machine) -> int:
     if taken in (0, model.matrix_bytes):
         return 0
     staging = staging_sizes(model, machine.compute_limit).num_bytes
-    beside = _vectors_and_sequence_bytes(model, machine.compute_bytes) + staging
+    beside = vectors_and_sequence_bytes(model, machine.compute_bytes) + staging
     excess = taken + beside - machine.compute_limit
     experts = sum(size for name, size in near.items() if expert_of(name))
     if experts < _FEW_EXPERTS * sum(stage.expert_bytes for stage in model.stages.values()):
         excess = max(excess, experts)
     return excess
-
-
-def sequence_bytes(model: StorageSizes, compute_bytes: int) -> int:
-    """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS`
-    can run at least.
-
-    It counts two layers of its cache, its states, and its hidden states; the cache may be on any
-    tier.
-    """
-    config = model.config
-    sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
-    positions = min(_LEAST_POSITIONS, config.max_positions)
-    hidden_bytes = config.state_size * compute_bytes
-    beside = sizes.state_bytes + 2 * sizes.layer_window_bytes
-    return beside + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
-
-
-def _vectors_and_sequence_bytes(model: StorageSizes, compute_bytes: int) -> int:
-    """Return the bytes of the compute tier that vectors and a short sequence take."""
-    return model.vector_bytes(compute_bytes) + sequence_bytes(model, compute_bytes)
-
-
-def least_limit(model: StorageSizes, compute_bytes: int) -> int:
-    """Return the bytes with which a sequence of some hundred tokens runs, its weights streamed or
-    resident.
-
-    compute_bytes: of an element in the compute dtype.
-    """
-    beside = _vectors_and_sequence_bytes(model, compute_bytes)
-    limit = beside
-    # The staging ring grows with the limit, by less than the half of it.
-    while (needed := beside + staging_sizes(model, limit).num_bytes) > limit:
-        limit = needed
-    return min(limit, beside + model.matrix_bytes)
-
-
-def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> None:
-    """Raise `MemoryLimitError` with all that a run needs, if not even the weights can pass through
-    the compute tier.
-
-    What is only short of room for a long sequence passes: a run may have short ones.
-    """
-    limit, staging = machine.compute_limit, staging_sizes(model, machine.compute_limit).num_bytes
-    vector_bytes = model.vector_bytes(machine.compute_bytes)
-    if limit < vector_bytes + min(staging, model.matrix_bytes):
-        least = least_limit(model, machine.compute_bytes)
-        tier = machine.compute_tier
-        if machine.has_gpu:  # computing may have a third of the limit
-            least += -(-least // 2)
-        raise MemoryLimitError(
-            f"the {tier} tier is limited to {exact_size(limit)}, and {name} runs with "
-            f"{exact_size(least)} or more there, for its staging and a sequence of some hundred "
-            f"tokens: raise {limit_flag(tier)}"
-        )

@@ -1,5 +1,5 @@
-"""Expected lengths of answers, and the KV cache that running ones are expected to take in the passes
-to come, from rates learnt from the run. No torch.
+"""How long answers are expected to become, by a rate learnt from the run, and how much KV cache
+they need in the passes to come. No torch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import replace
 
-from flexgen_helm.planner.run_plan import RunSize
+from flexgen_helm.planner.run_memory import RunSize
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.forecast import AnswerLengths

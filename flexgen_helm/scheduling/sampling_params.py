@@ -1,4 +1,4 @@
-"""How one token is drawn: parameters, and randomness that belongs to the request alone. No torch."""
+"""How a token is drawn: parameters, and randomness that belongs to the request alone. No torch."""
 
 from __future__ import annotations
 

@@ -291,8 +291,8 @@ class Request:
         return [prompt] * (max(1, num_unfinished) if apart else 1)
 
     def _of_prompt_tokens(self, scores: Iterable[Score]) -> tuple[Score | None, ...]:
-        """Return the score of each prompt token that the caller gave: scores[i] is of tokens[i + 1],
-        and the first token has none.
+        """Return the score of each prompt token that the caller gave: scores[i] is of
+        tokens[i + 1], and the first token has none.
         """
         return (None, *scores)[self.num_context : len(self.tokens)]
 

@@ -16,20 +16,15 @@ from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.planner.affine import fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.expert_use import expected_experts, fitted_skew
-from flexgen_helm.planner.placement import (
-    Machine,
-    StorageSizes,
-    achieved_fractions,
-    choose_tiers,
-    expert_slot_bytes,
-    staging_sizes,
-)
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import achieved_fractions, choose_tiers
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import BlockShape, Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.staging import expert_slot_bytes, staging_sizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner.cache_sizes import CacheSizes
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.run_plan import RunMemory, RunSize
+from flexgen_helm.planner.run_memory import RunMemory, RunSize
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.tiers import ACTIVATIONS_SHARE, STREAMED_BATCH_TOKENS, UNLIMITED
 from tests.helpers import planning_problems

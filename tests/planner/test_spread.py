@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from flexgen_helm.hardware.device_profile import simulated_gpu
 from flexgen_helm.hardware.profile import PROFILED, load_profile, shipped_profiles
 from flexgen_helm.planner.measured_range import DATA_SHEET, FITTED, LEARNT, NEW, PIPELINE, spread_of
-from flexgen_helm.planner.plan import simulated_gpu
 from tests.helpers.paths import ROOT
 
 T4 = load_profile("t4")
