@@ -29,8 +29,12 @@ def simulated_gpu(
     disk = hardware.disk
     if disk_gb_s is not None:
         read, write = (1e9 * rate for rate in disk_gb_s)
-        read, write = min(read, disk.read_bytes_s), min(write, disk.write_bytes_s)
-        disk = replace(disk, read_bytes_s=read, write_bytes_s=write, duplex=1.0)
+        disk = replace(
+            disk,
+            read_bytes_s=min(read, disk.read_bytes_s),
+            write_bytes_s=min(write, disk.write_bytes_s),
+            duplex=1.0,
+        )
     return replace(hardware, gpu=hardware.cpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu), disk=disk)
 
 

@@ -66,18 +66,18 @@ class _ReplayedLM(FlexgenLM):
     answers: Mapping[tuple[Any, Any], Sequence[Sequence[Any]]] = {}
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Any]:
-        num_asked: Counter[int] = Counter()
+        num_repeats: Counter[int] = Counter()
         answers = []
         for request in requests:  # a repeated one is the same object
-            repeat = num_asked[id(request)]
+            repeat = num_repeats[id(request)]
             try:
-                of_document = self.answers[request.task_name, request.doc_id]
-                answers.append(of_document[request.idx][repeat])
+                document_answers = self.answers[request.task_name, request.doc_id]
+                answers.append(document_answers[request.idx][repeat])
             except LookupError:
                 raise FlexgenError(
                     f"{request.task_name}, document {request.doc_id} has no answer"
                 ) from None
-            num_asked[id(request)] += 1
+            num_repeats[id(request)] += 1
         return answers
 
     loglikelihood_rolling = generate_until = loglikelihood
@@ -88,13 +88,16 @@ def _evaluate_again(
 ) -> Any:
     """Return what the harness makes of logged answers: prompts, filters, metrics of documents, and
     results.
+
+    content: of the file of results.
+    lines: of documents, by task.
     """
     config, groups = content["config"], content["group_subtasks"]
     lm = _ReplayedLM(**_model_arguments(config, model, Service(EngineLoader())))
     lm.answers = {
         (task, line["doc_id"]): _LoggedDocument.parse(line).answers
-        for task, of_task in lines.items()
-        for line in of_task
+        for task, task_lines in lines.items()
+        for line in task_lines
     }
     task_files = [task["metadata"].get("config_source") for task in content["configs"].values()]
     folders = {Path(file).parent for file in task_files if file}
@@ -104,8 +107,9 @@ def _evaluate_again(
     )
     random.seed(config["random_seed"])
     np.random.seed(config["numpy_seed"])
-    below = {name for names in groups.values() for name in names}
-    loaded = manager.load([name for name in {**groups, **content["configs"]} if name not in below])
+    members = {name for names in groups.values() for name in names}  # come with their groups
+    names = [name for name in {**groups, **content["configs"]} if name not in members]
+    loaded = manager.load(names)
     for name, task in loaded["tasks"].items():
         if config["gen_kwargs"] and task.get_config("output_type") == "generate_until":
             task.set_config(key="generation_kwargs", value=config["gen_kwargs"], update=True)
@@ -149,8 +153,8 @@ def _check_scores(
     for name, old in content["results"].items():
         new = evaluated["results"].get(name)
         check.differences += disagreements(name, old, new, _SCORE_TOLERANCE)
-    for task, of_task in lines.items():
-        check.differences += _differing_documents(task, of_task, evaluated["samples"][task])
+    for task, task_lines in lines.items():
+        check.differences += _differing_documents(task, task_lines, evaluated["samples"][task])
     return check
 
 

@@ -5,24 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from flexgen_helm.models.config import expert_of
-from flexgen_helm.planner.policy import Policy
-from flexgen_helm.tiers import TIERS, Kind, Tier
-
-
-def tier_fractions(policy: Policy, kind: Kind, has_gpu: bool) -> dict[Tier, float]:
-    """Return a policy's fractions of a kind by tier; on a machine without a gpu its share goes to
-    the cpu.
-    """
-    gpu, cpu, disk = {
-        "weights": (policy.wg, policy.wc, policy.wd),
-        "cache": (policy.cg, policy.cc, policy.cd),
-        "activations": (policy.hg, policy.hc, policy.hd),
-    }[kind]
-    return (
-        {"gpu": gpu, "cpu": cpu, "disk": disk}
-        if has_gpu
-        else {"gpu": 0.0, "cpu": gpu + cpu, "disk": disk}
-    )
+from flexgen_helm.tiers import TIERS, Tier
 
 
 def most_underfilled(
@@ -45,27 +28,28 @@ def choose_tiers(sizes: Mapping[str, int], fractions: Mapping[Tier, float]) -> d
     few, to what is left of the tiers.
     """
     units = {name: expert_of(name) or name for name in sizes}
-    always: dict[str, int] = {}
+    dense: dict[str, int] = {}
     experts: dict[str, int] = {}
     for name, unit in units.items():
-        group = always if unit == name else experts
+        group = dense if unit == name else experts
         group[unit] = group.get(unit, 0) + sizes[name]
     if not experts:
         return _spread(sizes, fractions)
     total = sum(sizes.values())
     left = {tier: fractions[tier] * total for tier in TIERS}
-    placed = _fill_in_order(always, left)
+    placed = _fill_in_order(dense, left)
     for unit, tier in placed.items():
-        left[tier] -= always[unit]
+        left[tier] -= dense[unit]
     placed |= _fill_in_order(experts, left)
     return {name: placed[unit] for name, unit in units.items()}
 
 
 def _fill_in_order(sizes: Mapping[str, int], left: Mapping[Tier, float]) -> dict[str, Tier]:
-    """Fill what is left of the tiers, the fastest first.
+    """Choose the tier of each tensor so that what is left of the tiers is filled, the fastest
+    first.
 
-    Whole tensors may have taken more of a tier than it had: the slowest tier with room takes what
-    finds none.
+    left: bytes by tier; below 0 where whole tensors have taken more than a tier had. The slowest
+        tier with room takes what finds none.
     """
     taken = dict.fromkeys(TIERS, 0.0)
     num_bytes = sum(sizes.values())

@@ -42,7 +42,7 @@ from flexgen_helm.tiers import (
 
 @dataclass(frozen=True)
 class RunSize:
-    """Size of a run.
+    """Size of a run: what a plan must know of its requests.
 
     longest: positions of the longest sequence.
     prompt_tokens: over all requests; a request counts one a completion if these are more than its
@@ -87,6 +87,8 @@ class _StagedBlock(NamedTuple):
 class RunMemory:
     """Divides the free memory of a run between hidden states and KV cache.
 
+    What computing takes besides, its workspace, is not counted here.
+
     policy: None if the rule of thumb decides.
     is_searched: the policy is the search's and not the user's.
     free: bytes left on each tier once the weights are loaded.
@@ -117,7 +119,7 @@ class RunMemory:
         if not self.schedule.is_single_pass or not total:
             return self.placement.activations
         left, fractions = 1.0, dict.fromkeys(TIERS, 0.0)
-        for tier in dict.fromkeys((self._compute_tier, "cpu")):
+        for tier in dict.fromkeys((self._compute_tier, "cpu")):  # one where the host computes
             fractions[tier] = min(left, ACTIVATIONS_SHARE * self.free[tier] / total)
             left = 1.0 - sum(fractions.values())
         return {**fractions, "disk": max(0.0, left)}
@@ -142,7 +144,7 @@ class RunMemory:
         if room.get("disk", math.inf) >= (1 + fill_tokens) * memory_room:
             # memory runs out before the disk does, even if every page on it holds a single token
             fill_tokens = 0
-        beside = cache.state_bytes + cache.window_bytes * (2 if fill_tokens else 1)
+        slot_bytes = cache.state_bytes + cache.window_bytes * (2 if fill_tokens else 1)
         batch_tokens, batch_sequences, max_sequences = self._batch_limits()
         is_resident = not placement.streams_weights and placement.cache[self._compute_tier] == 1.0
         return SchedulerLimits(
@@ -152,7 +154,7 @@ class RunMemory:
             cache_tokens=int(min(room.values()) / cache.bytes_per_token),
             pass_tokens=self._pass_tokens(max_sequences),
             page_tokens=self._page_tokens,
-            slot_overhead=-(-beside // cache.bytes_per_token) + fill_tokens,
+            slot_overhead=-(-slot_bytes // cache.bytes_per_token) + fill_tokens,
             step_overhead=fill_tokens,
             max_states=max_states,
             block_sequences=LARGE_BLOCK_SEQUENCES if is_resident else self._staged_block.sequences,
@@ -184,13 +186,13 @@ class RunMemory:
             return PASS_TOKENS
         shares = self.placement.activations.items()
         pass_bytes = min(self._waiting_bytes[tier] / share for tier, share in shares if share > 0)
-        # The first batch is workspace but for its copy at rest, and may be half full; the last
-        # leaves its rest late.
-        beside = 1 - 2 / self.placement.model.config.waiting_copies
-        together = self.expert_tokens + int(STREAMED_BATCH_TOKENS / 2 * beside)
-        tokens = min(int(pass_bytes / self.hidden_bytes), together)
-        # running ones have experts, too
-        if together < self.size.prompt_tokens and self.size.decodes:
+        # The first batch, which may be half full, is workspace but for two of its copies: the one
+        # at rest, and that of the last batch, which leaves its rest late.
+        workspace_share = 1 - 2 / self.placement.model.config.waiting_copies
+        num_gathered = self.expert_tokens + int(STREAMED_BATCH_TOKENS / 2 * workspace_share)
+        tokens = min(int(pass_bytes / self.hidden_bytes), num_gathered)
+        # tokens of running sequences wait for experts, too
+        if num_gathered < self.size.prompt_tokens and self.size.decodes:
             tokens = max(tokens // 2, tokens - max_sequences)
         return max(1, tokens)
 
@@ -262,32 +264,38 @@ class RunMemory:
         """
         if not self.schedule.reads_once:  # one batch at a time: nothing waits
             return dict.fromkeys(TIERS, 0.0)
-        size, policy, waiting = self.size, self.policy, {}
+        size, waiting = self.size, {}
         for tier in TIERS:
-            computes = tier == self._compute_tier
             allowed = ACTIVATIONS_SHARE * self.free[tier]
-            if self._has_experts and computes:  # beside one sequence's cache in use
+            if self.policy is not None and not self.schedule.is_single_pass:
+                allowed = max(allowed, self._beside_block(self.policy.block_size, tier))
+            elif self._has_experts and tier == self._compute_tier:
+                # beside one sequence's cache in use
                 allowed = EXPERTS_SHARE * (
                     self.free[tier] - self._staged_block.num_bytes - self.cache.state_bytes
                 )
-            if policy is not None and not self.schedule.is_single_pass:
-                left: float = self.free[tier] - computes * self._staged_block.num_bytes
-                positions = policy.block_size * size.longest
-                if size.decodes:
-                    windows = (1 + (tier == "disk")) * policy.block_size * self.cache.window_bytes
-                    left -= (
-                        positions * self.cache.bytes_per_token + windows
-                    ) * self.placement.cache[tier]
-                    left -= computes * policy.block_size * self.cache.state_bytes
-                else:  # the planned block has room, and shared prefixes have the rest
-                    left = min(positions * self.hidden_bytes * self._copies[tier], left)
-                allowed = max(ACTIVATIONS_SHARE * self.free[tier], left)
             # At least one sequence, however long: a preempted one is computed again in one piece.
             most = max(size.prompt_tokens, size.longest) * max(1, self._copies[tier])
             waiting[tier] = min(
                 max(allowed, size.longest * self.hidden_bytes), most * self.hidden_bytes
             )
         return waiting
+
+    def _beside_block(self, block_size: int, tier: Tier) -> float:
+        """Return the bytes of a tier that hidden states may take beside the staging and the cache
+        of a block.
+
+        block_size: sequences of the planned block.
+        """
+        cache, computes = self.cache, tier == self._compute_tier
+        left: float = self.free[tier] - computes * self._staged_block.num_bytes
+        positions = block_size * self.size.longest
+        if not self.size.decodes:
+            # the planned block has room, and the caches of shared prefixes have the rest
+            return min(positions * self.hidden_bytes * self._copies[tier], left)
+        window_bytes = (1 + (tier == "disk")) * block_size * cache.window_bytes
+        left -= (positions * cache.bytes_per_token + window_bytes) * self.placement.cache[tier]
+        return left - computes * block_size * cache.state_bytes
 
     @cached_property
     def _available(self) -> dict[Tier, float]:

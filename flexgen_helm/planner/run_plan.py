@@ -11,7 +11,6 @@ from itertools import product
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.limits import SchedulerLimits
-from flexgen_helm.planner.placement import tier_fractions
 from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.run_memory import RunMemory, RunSize
 from flexgen_helm.planner.schedules import ROW, ZIGZAG, Schedule
@@ -160,7 +159,7 @@ def _plan(
     machine, config, policy = placement.machine, placement.model.config, choices.policy
     if policy is not None:
         cache, hidden = (
-            tier_fractions(policy, kind, machine.has_gpu) for kind in ("cache", "activations")
+            policy.tier_fractions(kind, machine.has_gpu) for kind in ("cache", "activations")
         )
         placement = replace(placement, cache=cache, activations=hidden)
     schedule = choices.schedule or (ZIGZAG if placement.streams_weights else ROW)
@@ -172,17 +171,17 @@ def _plan(
         one_layer=schedule.is_single_pass,
     )
     hidden_bytes = config.state_size * machine.compute_bytes
-    division = RunMemory(placement, policy, schedule, size, free, sizes, hidden_bytes, is_searched)
+    memory = RunMemory(placement, policy, schedule, size, free, sizes, hidden_bytes, is_searched)
     return RunPlan(
         machine.compute_tier,
         policy,
         schedule,
         placement.shares,
         placement.cache,
-        division.activation_fractions(),
-        division.limits(),
-        {tier: int(num_bytes) for tier, num_bytes in division.cache_bytes.items()},
-        division.expert_tokens,
+        memory.activation_fractions(),
+        memory.limits(),
+        {tier: int(num_bytes) for tier, num_bytes in memory.cache_bytes.items()},
+        memory.expert_tokens,
     )
 
 

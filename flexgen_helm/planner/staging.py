@@ -58,15 +58,15 @@ def expert_slot_bytes(storage: StorageSizes) -> int:
 def staging_sizes(storage: StorageSizes, limit: int) -> StagingSizes:
     """Size the memory through which offloaded weights reach a compute tier of `limit` bytes."""
     slot = expert_slot_bytes(storage)
-    always = {
+    dense = {
         name: stage.num_bytes - stage.expert_bytes
         for name, stage in storage.stages.items()
         if name != EMBED
     }
-    largest = wanted = max(always.values())
+    largest = wanted = max(dense.values())
     # Two stages: one is used while the next arrives. Where a mixture's head is the largest, a ring
     # of its size holds two layers without their experts anyway.
-    if not slot or largest != always.get(HEAD):
+    if not slot or largest != dense.get(HEAD):
         wanted *= 2
     total = max(MIN_STAGING_BYTES, min(wanted + MIN_STAGING_BYTES, int(_STAGING_SHARE * limit)))
     # What does not fit is loaded again for every batch, so a larger ring pays if it makes it fit.

@@ -46,6 +46,7 @@ class StorageSizes:
     element_bytes: int = 2
 
     def num_bytes(self, name: str, shape: tuple[int, ...]) -> int:
+        """Return the bytes of a tensor."""
         fmt = self.precision.format_of(name) if len(shape) == 2 else None
         return (
             prod(shape) * self.element_bytes
@@ -59,8 +60,8 @@ class StorageSizes:
         tier.
         """
         return {
-            n: self.num_bytes(n, shape)
-            for n, shape in tensor_shapes(self.config).items()
+            name: self.num_bytes(name, shape)
+            for name, shape in tensor_shapes(self.config).items()
             if len(shape) > 1
         }
 

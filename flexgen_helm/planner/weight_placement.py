@@ -24,7 +24,7 @@ from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import expert_of
 from flexgen_helm.planner.least_memory import sequence_bytes, vectors_and_sequence_bytes
 from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.placement import achieved_fractions, choose_tiers, tier_fractions
+from flexgen_helm.planner.placement import achieved_fractions, choose_tiers
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.staging import loader_buffer_bytes, staging_sizes
 from flexgen_helm.planner.storage_sizes import StorageSizes
@@ -89,19 +89,20 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     tier.
     """
     if policy is None:
-        plan = _by_rule(model, machine)
+        placement = _by_rule(model, machine)
     else:
-        shares = (tier_fractions(policy, kind, machine.has_gpu) for kind in KINDS)
-        plan = _placed(model, machine, *shares)
-    for tier, num_bytes in _missing_of(plan).items():
+        shares = (policy.tier_fractions(kind, machine.has_gpu) for kind in KINDS)
+        placement = _placed(model, machine, *shares)
+    for tier, num_bytes in _missing_of(placement).items():
         raise MemoryLimitError(
             f"the {tier} tier is limited to {exact_size(machine.limits[tier])}, and the weights "
             f"with their staging need {exact_size(num_bytes)} more there: raise {limit_flag(tier)}"
         )
-    return plan
+    return placement
 
 
 def _by_rule(model: StorageSizes, machine: Machine) -> Placement:
+    """Place the weights by the rule of thumb."""
     on_compute_tier: Fractions = {tier: float(tier == machine.compute_tier) for tier in TIERS}
     resident = _placed(model, machine, *[on_compute_tier] * 3)
     left = left_beside_all(model, machine)
@@ -109,9 +110,9 @@ def _by_rule(model: StorageSizes, machine: Machine) -> Placement:
         return resident
     in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
     weights = rule_of_thumb(model, machine)
-    plan = _placed(model, machine, weights, in_host_memory, on_compute_tier)
+    streamed = _placed(model, machine, weights, in_host_memory, on_compute_tier)
     # resident weights may leave little room for a run, but these cannot be streamed either
-    return resident if left >= 0 and _missing_of(plan) else plan
+    return resident if left >= 0 and _missing_of(streamed) else streamed
 
 
 def _placed(
@@ -134,12 +135,13 @@ def left_beside_all(model: StorageSizes, machine: Machine) -> int:
     return machine.compute_limit - model.matrix_bytes - beside
 
 
-def _missing_of(plan: Placement) -> dict[Tier, int]:
-    model, machine = plan.model, plan.machine
-    weight_bytes = {tier: sum(plan.bytes_on(tier).values()) for tier in TIERS}
-    if plan.compute_copies:  # all weights are resident
+def _missing_of(placement: Placement) -> dict[Tier, int]:
+    """Return the bytes that tiers lack for a placement."""
+    model, machine = placement.model, placement.machine
+    weight_bytes = {tier: sum(placement.bytes_on(tier).values()) for tier in TIERS}
+    if placement.compute_copies:  # all weights are resident
         weight_bytes[machine.compute_tier] = model.num_values * machine.compute_bytes
-    return missing_bytes(model, machine, weight_bytes, plan.all_staging_bytes)
+    return missing_bytes(model, machine, weight_bytes, placement.all_staging_bytes)
 
 
 def missing_bytes(
@@ -155,20 +157,20 @@ def missing_bytes(
 
 
 def rule_of_thumb(model: StorageSizes, machine: Machine) -> Fractions:
-    """Return the fractions by tier of weights that the compute tier does not hold."""
+    """Return the fractions by tier of weights of which the compute tier cannot have all."""
     compute_tier, compute_bytes = machine.compute_tier, machine.compute_bytes
     total = model.matrix_bytes
     room = machine.compute_limit - staging_sizes(model, machine.compute_limit).num_bytes
     room -= sequence_bytes(model, compute_bytes)
     room -= 0 if machine.has_gpu else loader_buffer_bytes(model, has_gpu=False)
-    near = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - model.vector_bytes(compute_bytes)) / total
-    near = min(1.0, near)
+    for_matrices = _WEIGHTS_SHARE[compute_tier] * room - model.vector_bytes(compute_bytes)
+    resident = min(1.0, max(0.0, for_matrices) / total)
     on_host = (
-        min(1.0 - near, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total)
+        min(1.0 - resident, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total)
         if machine.has_gpu
         else 0.0
     )
-    return {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - near - on_host, compute_tier: near}
+    return {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - resident - on_host, compute_tier: resident}
 
 
 def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
@@ -205,17 +207,17 @@ def _excess_bytes(policy: Policy, model: StorageSizes, machine: Machine) -> int:
 
     Few experts on the compute tier are moved off too: the memory helps hidden states more.
     """
-    placed = choose_tiers(model.matrices, tier_fractions(policy, "weights", machine.has_gpu))
-    near = {
+    placed = choose_tiers(model.matrices, policy.tier_fractions("weights", machine.has_gpu))
+    resident = {
         name: size for name, size in model.matrices.items() if placed[name] == machine.compute_tier
     }
-    taken = sum(near.values())
-    if taken in (0, model.matrix_bytes):
+    resident_bytes = sum(resident.values())
+    if resident_bytes in (0, model.matrix_bytes):
         return 0
     staging = staging_sizes(model, machine.compute_limit).num_bytes
     beside = vectors_and_sequence_bytes(model, machine.compute_bytes) + staging
-    excess = taken + beside - machine.compute_limit
-    experts = sum(size for name, size in near.items() if expert_of(name))
+    excess = resident_bytes + beside - machine.compute_limit
+    experts = sum(size for name, size in resident.items() if expert_of(name))
     if experts < _FEW_EXPERTS * sum(stage.expert_bytes for stage in model.stages.values()):
         excess = max(excess, experts)
     return excess

@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 # Most passes ahead at which a forecast is evaluated, evenly spaced until the last answer must have
 # ended.
 _POINTS = 48
-# Keeps logarithms finite.
+# Largest end rate that is computed with, so that logarithms are finite.
 _LARGEST_RATE = 0.999
 
 
@@ -49,11 +49,9 @@ class AnswerLengths:
     def expected_tokens(self, group: int | None, most: int) -> float:
         """Return the expected number of further tokens of an answer that may have `most` more."""
         rate = self.end_rate(group)
-        return (
-            float(most)
-            if rate == 0.0
-            else float(-np.expm1(most * np.log1p(-min(rate, _LARGEST_RATE))) / rate)
-        )
+        if rate == 0.0:
+            return float(most)
+        return float(-np.expm1(most * np.log1p(-min(rate, _LARGEST_RATE))) / rate)
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,7 @@ class Forecast:
         self._variance: Array = np.zeros(len(self._passes))
 
     def add(self, demand: CacheDemand) -> None:
+        """Count a block from now on."""
         mean, variance = self._moments(demand)
         self._mean, self._variance = self._mean + mean, self._variance + variance
 
@@ -110,8 +109,8 @@ class Forecast:
         remaining = np.array(demand.remaining, dtype=np.float64)[:, None]
         rates = np.minimum(np.array(demand.end_rates), _LARGEST_RATE)[:, None]
         running = np.exp(self._passes * np.log1p(-rates)) * (self._passes <= remaining)
-        most = float(remaining.max())
+        longest_remaining = float(remaining.max())
         # Slots grow by pages, and at last to the longest sequence's end.
         slot = np.ceil((demand.tokens + self._passes) / self._page_tokens) * self._page_tokens
-        slot = np.minimum(slot, demand.tokens + most) + self._slot_overhead
+        slot = np.minimum(slot, demand.tokens + longest_remaining) + self._slot_overhead
         return demand.constant + (running * slot).sum(0), (running * (1 - running) * slot**2).sum(0)

@@ -89,20 +89,20 @@ def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Worklo
 
 
 def _scored_tokens(requests: abc.Sequence[Request], saved_tokens: int) -> int:
-    """Return how many prompt tokens pass the head: once a request, and once for all that share a
-    beginning.
+    """Return how many prompt tokens pass the head: each of a request once, and those of a shared
+    beginning once for all.
     """
     scored = sum(
         max(0, len(request.tokens) - 1) for request in requests if request.original.echo_logprobs
     )
     total = sum(len(request.tokens) for request in requests)
-    by_completions = sum(
+    saved_by_completions = sum(
         (request.num_completions - 1) * len(request.tokens) for request in requests
     )
     if not scored:
         return 0
     # Beginnings that are scored are taken to be shared as often as those that are not.
-    shared_share = max(0, saved_tokens - max(0, by_completions)) / total
+    shared_share = max(0, saved_tokens - saved_by_completions) / total
     return round(scored * max(0.0, 1 - shared_share))
 
 

@@ -71,7 +71,7 @@ class CompletionState:
         return self._ids
 
     def resume(self, drawn: Iterable[DrawnToken], eos_ids: Collection[int]) -> None:
-        """Take the tokens that an earlier run has drawn."""
+        """Take the tokens that an earlier run has drawn; those behind the end are left out."""
         for token in drawn:
             if self.finish_reason is None:
                 self._forced()  # notes where the end of thinking began
@@ -129,6 +129,7 @@ class CompletionState:
         return self.finish_reason is not None
 
     def result(self) -> Completion:
+        """Return the completion so far, up to a stop string."""
         reason = self.finish_reason or "length"
         logprobs = tuple(self._logprobs)
         top = tuple(self._top)
@@ -375,7 +376,7 @@ class Sequence:
     num_top: the most probable tokens that are wanted at each token that is scored or drawn.
     next_token: the token that follows a shared prefix in all its users.
     num_computed: leading tokens that have passed through the model.
-    block, slot: where its cache lies, while it has one.
+    block, slot: where its cache lies, while it has one; else None and -1.
     scores: of the prompt, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
     length_group: answers of one group are taken to end at one rate (`AnswerLengths`); None: it
@@ -441,8 +442,8 @@ class Sequence:
         """What the pending tokens predict, of a prompt whose scores are wanted."""
         if not (self.needs_scores and self.is_prefill):
             return []
-        behind = [] if self.next_token is None else [self.next_token]
-        return self.tokens[self.num_computed + 1 : self.prompt_len] + behind
+        following = [] if self.next_token is None else [self.next_token]
+        return self.tokens[self.num_computed + 1 : self.prompt_len] + following
 
     @property
     def cache_tokens(self) -> int:
@@ -465,10 +466,9 @@ class Sequence:
         """Return how the next tokens are drawn, one for each completion that it draws for."""
         if not self.num_draws:
             return []
-        drawn = self.request.completions[
-            self.first_completion : self.first_completion + self.num_draws
-        ]
-        return [completion.next_sampling(self.request.tokens) for completion in drawn]
+        end = self.first_completion + self.num_draws
+        completions = self.request.completions[self.first_completion : end]
+        return [completion.next_sampling(self.request.tokens) for completion in completions]
 
     def preempt(self) -> None:
         """Leave the cache: all tokens so far become a prompt that is computed again."""
