@@ -199,7 +199,7 @@ class RunMemory:
     @property
     def _has_experts(self) -> bool:
         """Whether offloaded experts are read once for all tokens that have room."""
-        return self.placement.expert_bytes > 0 and self.schedule.reads_once
+        return self.placement.staging.experts > 0 and self.schedule.reads_once
 
     @property
     def _copies(self) -> Fractions:

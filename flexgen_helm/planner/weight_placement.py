@@ -26,7 +26,7 @@ from flexgen_helm.planner.least_memory import sequence_bytes, vectors_and_sequen
 from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.placement import achieved_fractions, choose_tiers
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.staging import loader_buffer_bytes, staging_sizes
+from flexgen_helm.planner.staging import StagingSizes, loader_buffer_bytes, staging_sizes
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limit_flag
 
@@ -46,9 +46,8 @@ class Placement:
 
     weights: matrix name -> tier. Vectors are not named: they are on the compute tier.
     cache, activations: fractions by tier.
-    staging_bytes: size of the staging ring, 0 if all weights are resident.
+    staging: of offloaded weights; no bytes if all weights are resident.
     compute_copies: resident matrices are kept in the compute dtype.
-    expert_bytes: of the slots for offloaded experts.
     """
 
     model: StorageSizes
@@ -56,9 +55,8 @@ class Placement:
     weights: Mapping[str, Tier]
     cache: Fractions
     activations: Fractions
-    staging_bytes: int
+    staging: StagingSizes
     compute_copies: bool
-    expert_bytes: int = 0
 
     @cached_property
     def shares(self) -> Fractions:
@@ -73,11 +71,7 @@ class Placement:
 
     @property
     def streams_weights(self) -> bool:
-        return self.all_staging_bytes > 0
-
-    @property
-    def all_staging_bytes(self) -> int:
-        return self.staging_bytes + self.expert_bytes
+        return self.staging.num_bytes > 0
 
 
 def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None = None) -> Placement:
@@ -124,9 +118,9 @@ def _placed(
 ) -> Placement:
     """Place whole matrices by these fractions."""
     placed = choose_tiers(model.matrices, weights)
-    used = staging_sizes(model, machine.compute_limit).used(placed, machine.compute_tier)
-    copies = not used.num_bytes and keeps_copies(model, machine)
-    return Placement(model, machine, placed, cache, activations, used.ring, copies, used.experts)
+    staging = staging_sizes(model, machine.compute_limit).used(placed, machine.compute_tier)
+    copies = not staging.num_bytes and keeps_copies(model, machine)
+    return Placement(model, machine, placed, cache, activations, staging, copies)
 
 
 def left_beside_all(model: StorageSizes, machine: Machine) -> int:
@@ -141,7 +135,7 @@ def _missing_of(placement: Placement) -> dict[Tier, int]:
     weight_bytes = {tier: sum(placement.bytes_on(tier).values()) for tier in TIERS}
     if placement.compute_copies:  # all weights are resident
         weight_bytes[machine.compute_tier] = model.num_values * machine.compute_bytes
-    return missing_bytes(model, machine, weight_bytes, placement.all_staging_bytes)
+    return missing_bytes(model, machine, weight_bytes, placement.staging.num_bytes)
 
 
 def missing_bytes(

@@ -213,5 +213,5 @@ def test_slots_hold_the_largest_expert_several_times_and_a_ring_that_nothing_nee
     ring_needed = any(
         tier == "disk" and expert_of(name) is None for name, tier in plan.weights.items()
     )
-    assert (plan.staging_bytes > 0) == ring_needed == (limit == 2)
-    assert plan.staging_bytes + plan.expert_bytes == sizes.num_bytes
+    assert (plan.staging.ring > 0) == ring_needed == (limit == 2)
+    assert plan.staging.num_bytes == sizes.num_bytes
