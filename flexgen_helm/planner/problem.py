@@ -490,8 +490,8 @@ class PlanningProblem:
         if not shape.schedule.is_single_pass:
             staging += affine(sequences * state_bytes(self.config) / self.ranks)
         # Two layers of an offloaded cache block: the one in use and the next.
-        slot_bytes = self.workload.longest * self.kv_elements * self.compute_bytes
-        slot_bytes += self.window_bytes(self.kv_elements)
+        cache_bytes = self.workload.longest * self.kv_elements * self.compute_bytes
+        slot_bytes = cache_bytes + self.window_bytes(self.kv_elements)
         block_bytes = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * slot_bytes
         for tier, column in CACHE.items():
             if tier not in (self.compute_tier, *self.host_attention_tiers):

@@ -507,12 +507,12 @@ class Batch:
 class _CompletionGroup(NamedTuple):
     """Completions that continue one prompt.
 
-    first, count: index of the first, and how many.
+    first, size: index of the first, and how many.
     known_ids: tokens that an interrupted run has drawn of the first.
     """
 
     first: int
-    count: int
+    size: int
     known_ids: list[int]
 
 
@@ -562,7 +562,7 @@ def _prompt_sequence(
     """
     original, start = request.original, sum(prefix.prompt_len for prefix in prefixes)
     tokens = [*request.tokens[start:], *group.known_ids]
-    left = original.max_tokens - len(group.known_ids) if group.count else 0
+    left = original.max_tokens - len(group.known_ids) if group.size else 0
     return Sequence(
         SequenceKind.PROMPT,
         (request,),
@@ -572,9 +572,9 @@ def _prompt_sequence(
         prefixes,
         # 1 where it branches: the last token is fed, but what follows it lives in continuations.
         max_new_tokens=1 if branches else left,
-        num_draws=group.count,
+        num_draws=group.size,
         first_completion=group.first,
-        num_continuations=group.count if branches else 0,
+        num_continuations=group.size if branches else 0,
         continuation_tokens=original.max_fed_tokens if branches else 0,
         needs_cache=left > 1,
         needs_scores=original.echo_logprobs and is_first,

@@ -183,7 +183,7 @@ def test_a_single_pass_over_all_requests_is_not_chosen_where_experts_are_streame
         config("gpt-oss-120b"), load_profile("rtx3090"), lengths, precision="4bit", limits=limits
     )
     assert search(one).schedule is ZIGZAG
-    assert search(one, (PREFILL_ONLY,)).prediction.passes > 1, "who asks for it has it, in parts"
+    assert search(one, PREFILL_ONLY).prediction.passes > 1, "who asks for it has it, in parts"
     small = planning_problem(
         config("qwen3-30b-a3b"), load_profile("h100"), Workload.uniform(512, 1, 1000)
     )

@@ -93,11 +93,11 @@ def test_a_pass_that_cannot_hold_all_is_refused_with_the_bytes_of_all():
     with pytest.raises(
         MemoryLimitError, match="on disk, --disk allows 0 B; raise --disk"
     ) as refused:
-        search(problem, (PREFILL_ONLY,))
+        search(problem, PREFILL_ONLY)
     assert search(problem).schedule == ZIGZAG
     needed = int(str(refused.value).partition(" bytes)")[0].rpartition("(")[2].replace(",", ""))
     enough = replace(problem, limits={**problem.limits, "disk": 1.1 * needed})
-    assert search(enough, (PREFILL_ONLY,)).schedule == PREFILL_ONLY
+    assert search(enough, PREFILL_ONLY).schedule == PREFILL_ONLY
 
 
 # --- Latency ---

@@ -108,7 +108,7 @@ def test_the_search_is_at_least_as_good_as_the_papers_policy(model, compressed, 
     problem = papers(model, compressed)
     theirs = predict(problem, policy, ZIGZAG, rounded=False)
     assert theirs.feasible
-    found = search(problem, (ZIGZAG,))
+    found = search(problem, ZIGZAG)
     assert found.prediction.tokens_per_s >= theirs.tokens_per_s * 0.995
 
 
