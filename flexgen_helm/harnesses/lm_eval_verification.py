@@ -39,7 +39,9 @@ _SCORE_TOLERANCE = 1e-9  # of sums in another order
 class _LoggedDocument:
     """A line that the harness has logged for a document and a filter of its task.
 
-    kind: of the requests. answers: to each request; numbers, true and false are parsed.
+    requests: the arguments of each.
+    kind: name of the model's method that answers them.
+    answers: to each request, one for each repeat; numbers, true and false are parsed.
     """
 
     requests: list[tuple[Any, ...]]
@@ -58,9 +60,9 @@ class _LoggedDocument:
 
 
 class _ReplayedLM(FlexgenLM):
-    """Answers as the harness has logged them.
+    """A model that computes nothing: it answers as the harness has logged.
 
-    answers: those to each request of a document, by task and document.
+    answers: by task and document, those to each of its requests, one for each repeat.
     """
 
     answers: Mapping[tuple[Any, Any], Sequence[Sequence[Any]]] = {}
@@ -207,7 +209,7 @@ def recorded_answers(results: Path) -> Recorded:
     config = content.get("config", {})
     record = config.get("flexgen_run", {})
     models: list[FlexgenLM] = []  # opened by the first answer
-    # By request: how often it was drawn for documents before each one.
+    # By request: how often it was drawn for documents before each one; each draw has another seed.
     draws_by_request: dict[str, dict[Any, int]] = defaultdict(dict)
 
     def as_recorded(task: str, line: Any) -> RecordedAnswer:
