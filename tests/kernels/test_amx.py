@@ -191,7 +191,7 @@ def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch):
 @pytest.mark.parametrize(("width", "threads"), [(64, 1), (4096, 4), (14336, 4), (14336, 64)])
 def test_its_memory_stays_within_what_is_said(monkeypatch, width, threads):
     asked = []
-    memory = amx._memory
+    memory = amx._scratch_memory
     monkeypatch.setattr(
         amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes)
     )
