@@ -193,7 +193,7 @@ def test_its_memory_stays_within_what_is_said(monkeypatch, width, threads):
     asked = []
     memory = amx._scratch_memory
     monkeypatch.setattr(
-        amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes)
+        amx, "_scratch_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes)
     )
     x, weight = operands(700, width, 33, torch.float32)
     torch.set_num_threads(threads)
