@@ -53,7 +53,7 @@ from flexgen_helm.progress import (
     describe,
     observed_by,
 )
-from flexgen_helm.report.answers import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
+from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
 from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
 

@@ -30,7 +30,7 @@ from flexgen_helm.plugin.convert import (
     to_request_result,
 )
 from flexgen_helm.plugin.run_scores import check_scores, state_name
-from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE, read_states
+from flexgen_helm.report.run_folder import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE, read_states
 from flexgen_helm.report.scores import RunScores, read_finished_runs
 from flexgen_helm.report.verification import Recorded, RecordedAnswer
 from flexgen_helm.request import GenerationResult

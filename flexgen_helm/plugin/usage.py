@@ -24,8 +24,8 @@ from helm.common.general import asdict_without_nones
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_json
 from flexgen_helm.plugin.convert import HelmRequest
-from flexgen_helm.report.answers import RUN_FILE
 from flexgen_helm.report.block_records import BLOCK_KEYS, suite_totals
+from flexgen_helm.report.run_folder import RUN_FILE
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import throughput
 from flexgen_helm.report.versions import versions

@@ -18,10 +18,12 @@ from flexgen_helm.checkpoint.known_names import original_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import Answer, asked_instances, differing_settings
+from flexgen_helm.report.answers import Answer
+from flexgen_helm.report.metrics import metric_named
 from flexgen_helm.report.notes import reused_note, trust_notes
-from flexgen_helm.report.paired import PairedScores, metric_named
+from flexgen_helm.report.paired import PairedScores
 from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
+from flexgen_helm.report.run_folder import asked_instances, differing_settings
 from flexgen_helm.report.scores import (
     RunScores,
     grouped,
@@ -198,7 +200,7 @@ class RunPair:
                 level_share = min(base.level_share, run.level_share)
                 p_value = None if p_value is None else min(1.0, p_value / level_share)
                 verdict = equivalence(paired, margin, base.data_size, level_share)
-                if paired.are_shares:
+                if paired.are_in_unit_interval:
                     changed = (
                         None
                         if self.changed is None

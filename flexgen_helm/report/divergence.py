@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexgen_helm.files import count
-from flexgen_helm.report.paired import Interval, RatioOfSums, Vector
+from flexgen_helm.report.ratio_of_sums import Interval, RatioOfSums, Vector
 from flexgen_helm.terminal import table_text
 
 
@@ -97,7 +97,7 @@ def divergence_between(
             baseline,
             precision,
             len(scored.documents),
-            len(loss.changes),
+            len(loss.numerators),
             perplexity_of(scored.baseline),
             perplexity_of(scored.logprobs),
             float(np.exp(loss.value)),
@@ -126,7 +126,7 @@ def _by_document(values: Vector, documents: NDArray[np.int64]) -> RatioOfSums:
 
 
 def _interval(mean: RatioOfSums) -> Interval | None:
-    return mean.interval() if len(mean.changes) > 1 else None
+    return mean.interval() if len(mean.numerators) > 1 else None
 
 
 def divergence_text(divergence: Divergence, entry: str = "") -> str:

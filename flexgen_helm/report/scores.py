@@ -20,20 +20,22 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
-    LAST_FILE,
-    RUN_FILE,
     Answer,
     chosen_answer,
-    data_set_size,
     generated_answer,
     is_answered,
     is_choice,
+    state_text,
+)
+from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.run_folder import (
+    LAST_FILE,
+    RUN_FILE,
+    data_set_size,
     read_instances,
     read_settings,
     read_states,
-    state_text,
 )
-from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.files import duration, size
 from flexgen_helm.report.choice import costs
 from flexgen_helm.report.comparison import ModelComparison
-from flexgen_helm.report.paired import metric_named
+from flexgen_helm.report.metrics import metric_named
 from flexgen_helm.report.scores import RunScores, finite, grouped, precision_rank
 from flexgen_helm.report.speeds import TotalSpeed, total_speed
 from flexgen_helm.report.verdicts import Comparison

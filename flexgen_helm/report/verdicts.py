@@ -9,15 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from flexgen_helm.report.paired import (
-    LEVEL,
-    Change,
-    Interval,
-    PairedScores,
-    instances_needed,
-    margin_shown,
-    metric_named,
-)
+from flexgen_helm.report.metrics import Change, metric_named
+from flexgen_helm.report.paired import PairedScores
+from flexgen_helm.report.ratio_of_sums import LEVEL, Interval, instances_needed, margin_shown
 
 DEFAULT_MARGIN = 0.01
 
@@ -120,11 +114,11 @@ def equivalence(
     available: instances of the data set.
     level_share: of the level, what this test may spend; the p-value is divided by it.
     """
-    if len(paired.baseline) < 2 or not (paired.is_loss or paired.are_shares):
+    if len(paired.baseline) < 2 or not (paired.is_logprob or paired.are_in_unit_interval):
         return None
-    limit = math.log1p(margin) if paired.is_loss else margin
+    limit = math.log1p(margin) if paired.is_logprob else margin
     p_value = min(1.0, paired.equivalence_p_value(limit) / level_share)
-    variance, furthest = paired.loss.spread
+    variance, furthest = paired.decline.variance, paired.decline.furthest_unseen
     needed = instances_needed(variance, limit, furthest)
     most = available if available < math.inf else len(paired.baseline)
     return Equivalence(margin, p_value, needed, available, margin_shown(most, variance, furthest))

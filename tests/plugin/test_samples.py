@@ -19,7 +19,8 @@ from flexgen_helm.plugin.samples import (
     possible_shares,
 )
 from flexgen_helm.plugin.sampling import ComputedPart, SuiteSample
-from flexgen_helm.report.paired import PairedScores, metric_named
+from flexgen_helm.report.metrics import metric_named
+from flexgen_helm.report.paired import PairedScores
 
 INSTANCES = 600
 
