@@ -29,18 +29,15 @@ from flexgen_helm.files import append, count
 from flexgen_helm.harnesses.plain_transformers import by_transformers
 from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report, silenced
+from flexgen_helm.report.bundles import BundledAnswer, SampleManifest, packed_bundle, read_bundle
 from flexgen_helm.report.verification import (
-    BundledAnswer,
     Recorded,
     RecordedAnswer,
-    SampleManifest,
     ScoreCheck,
     Source,
     compare_answers,
     draw,
-    packed_bundle,
     plain_result,
-    read_bundle,
     share_above,
     short,
     upper_bound,
@@ -219,7 +216,7 @@ def _read(
     are left out.
     """
     if not path.is_file():
-        from flexgen_helm.plugin.run_answers import recorded_runs  # imports HELM
+        from flexgen_helm.plugin.recorded_runs import recorded_runs  # imports HELM
 
         recorded, skipped = recorded_runs(output_path / "runs" / path)
         return recorded, None, skipped

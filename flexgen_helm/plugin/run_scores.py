@@ -34,8 +34,8 @@ from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from flexgen_helm.plugin.convert import to_request
 from flexgen_helm.plugin.helm_patches import METRIC_CLASS
+from flexgen_helm.plugin.request_lines import ANSWER, digest_of, request_lines
 from flexgen_helm.plugin.samples import joining_shares
-from flexgen_helm.plugin.usage import ANSWER, digest_of, request_lines
 from flexgen_helm.report.run_folder import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
 from flexgen_helm.report.scores import RunScores, entry_of
 from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line

@@ -8,18 +8,13 @@ response cache.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from helm.benchmark.adaptation.request_state import RequestState
-from helm.common.general import asdict_without_nones
 
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_json
@@ -33,9 +28,6 @@ from flexgen_helm.request import Cost
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response, Service, SubmittedBlock
 from flexgen_helm.tokenizer.thinking import is_unfinished
-
-# What of a request state is not known before it is answered.
-ANSWER = ("result", "annotations")
 
 
 @dataclass
@@ -88,8 +80,7 @@ class HelmRun:
         self.unfinished_thinking = sum(map(self._is_unfinished, requests))
         if (loaded := service.loaded(self.model)) is not None:
             self.fingerprint = loaded.fingerprint
-            if any(not response.is_cached for response in self.responses.values()):
-                self.block = loaded.last_run
+            self.block = computed_blocks(service, [block]).get(loaded.fingerprint, {})
 
     def _is_unfinished(self, request: HelmRequest) -> bool:
         thinking, response = request.request.thinking, self.responses.get(request.key)
@@ -153,20 +144,6 @@ class HelmRun:
             path,
             {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()},
         )
-
-
-def request_lines(states: Iterable[RequestState]) -> Iterator[str]:
-    """Yield each request with its instance and references as JSON, as HELM's file has it before it
-    is answered.
-    """
-    for state in states:
-        without = asdict_without_nones(replace(state, **dict.fromkeys(ANSWER)))  # type: ignore[arg-type]
-        yield json.dumps(without, sort_keys=True)
-
-
-def digest_of(lines: Iterable[str]) -> str:
-    """Return a digest of requests, as `request_lines` yields them."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @cache

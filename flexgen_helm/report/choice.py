@@ -92,7 +92,9 @@ def next_steps_of(model: ModelComparison) -> list[str]:
         if cost.cheapest and name != model.baseline
     ]
     open_ones = [name for name, verdict in model.verdicts.items() if not verdict.worse]
-    steps += advice([comparison for name in open_ones for comparison in model.judged(name)])
+    steps += advice(
+        [comparison for name in open_ones for comparison in model.main_comparisons(name)]
+    )
     if not steps and model.verdicts:
         better = [name for name in open_ones if model.is_everywhere(name, "equivalent", "better")]
         if better:

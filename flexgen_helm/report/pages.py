@@ -11,7 +11,9 @@ from urllib.parse import quote
 from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
 from flexgen_helm.report.choice import next_steps_of
-from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
+from flexgen_helm.report.comparison import ModelComparison
+from flexgen_helm.report.comparison_tables import comparison_tables, interval_scales, summary_table
+from flexgen_helm.report.flips import FlipGroup, flip_groups
 from flexgen_helm.report.notes import run_notes
 from flexgen_helm.report.pools import pool_by_scenario
 from flexgen_helm.report.scores import RunScores, grouped, precision_rank
@@ -19,6 +21,7 @@ from flexgen_helm.report.speeds import total_speeds
 from flexgen_helm.report.suite import SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.terminal import fill
+from flexgen_helm.tiers import TIER_PLACES
 
 REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
 # Columns of a terminal that text is made for.
@@ -176,7 +179,9 @@ def suite_page(report: SuiteReport) -> Page:
 
 def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     """Build the page of `flexgen-helm compare`."""
-    baseline, scales = models[0].baseline, _scales(models)
+    scales = interval_scales(
+        comparison for model in models for comparison in (*model.comparisons, *model.pooled)
+    )
     sections, verdicts, next_steps = [], [], []
     for model in models:
         name, has_several = f"flexgen/{model.model}", len(models) > 1
@@ -186,7 +191,7 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
         next_steps += [f"{name}: {step}" if has_several else step for step in next_steps_of(model)]
     facts = {"baseline": _distinct(model.base.at_rest for model in models)}
     return Page(
-        f"{suite}: {baseline} and other {models[0].kind}s",
+        f"{suite}: {models[0].baseline} and other {models[0].kind}s",
         _COMPARISON_LEGEND,
         sections,
         facts | _run_facts([run for model in models for run in model.runs]),
@@ -231,20 +236,14 @@ def _levels(
 
 
 def _comparison_section(title: str, model: ModelComparison, scales: Mapping[str, float]) -> Section:
-    shown = tables.comparison_tables(model, model.comparisons, scales)
+    shown = comparison_tables(model, model.comparisons, scales)
     if model.pooled:
-        pooled = tables.comparison_tables(model, model.by_scenario, scales)
+        pooled = comparison_tables(model, model.by_scenario, scales)
         shown = [replace(table, title=f"{table.title}, by scenario") for table in pooled] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS)
             for table in shown
         ]
-    return Section(title, [tables.summary_table(model), *shown], model.notes)
-
-
-def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
-    return tables.interval_scales(
-        [comparison for model in models for comparison in (*model.comparisons, *model.pooled)]
-    )
+    return Section(title, [summary_table(model), *shown], model.notes)
 
 
 def _verdicts(model: ModelComparison) -> list[str]:
@@ -297,7 +296,7 @@ def _limits_text(limits: Mapping[str, Sequence[float]]) -> str:
     same.
     """
     texts = []
-    for tier, label in tables.TIER_PLACES.items():
+    for tier, label in TIER_PLACES.items():
         ends = dict.fromkeys(
             size(end) for end in (min(limits.get(tier, [0])), max(limits.get(tier, [0]))) if end
         )

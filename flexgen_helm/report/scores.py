@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,9 +20,6 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
-    Answer,
-    chosen_answer,
-    generated_answer,
     is_answered,
     is_choice,
     state_text,
@@ -311,21 +308,6 @@ def read_scores(folder: Path) -> RunScores:
     # The last file that HELM writes: without it the others are those of an earlier call.
     per_instance = json.loads((folder / LAST_FILE).read_text(encoding="utf-8"))
     return RunScores(folder.name, scores, record, _instances_frame(per_instance, scores), folder)
-
-
-def read_answers(run: RunScores, wanted: Collection[str]) -> dict[str, Answer]:
-    """Return the answers of the instances `wanted`, by id."""
-    answers: dict[str, Answer] = {}
-    chosen = run.instances.get("predicted_index", {}) if is_choice(run.settings) else None
-    for state in () if run.folder is None else read_states(run.folder, wanted):
-        key, is_first = state["instance"]["id"], state.get("train_trial_index", 0) == 0
-        is_original = state.get("request_mode", "original") == "original"
-        is_chosen = chosen is None or (
-            is_original and state.get("reference_index") == chosen.get(key, -1)
-        )
-        if is_first and is_chosen and key not in answers:
-            answers[key] = generated_answer(state) if chosen is None else chosen_answer(state)
-    return answers
 
 
 def require_suite(suite: Path, remedy: str) -> None:

@@ -17,7 +17,7 @@ from flexgen_helm.report.scores import (
     finite,
     read_finished_runs,
 )
-from flexgen_helm.report.verdicts import first_names
+from flexgen_helm.report.verdicts import listed
 
 SUITE_FILE = "flexgen_suite.json"
 # HELM writes this into the folder names of our runs.
@@ -91,8 +91,7 @@ def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> l
         ],
     }
     return [
-        f"{count(len(names), 'run')} {what} ({first_names(list(map(describe_run, names)))}); "
-        f"{_RESUME}"
+        f"{count(len(names), 'run')} {what} ({listed(list(map(describe_run, names)))}); {_RESUME}"
         for what, names in missing.items()
         if names
     ]

@@ -144,7 +144,7 @@ def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comp
 
 
 def _text(comparison: Comparison, verdict: Equivalence) -> str:
-    within = _within(verdict.margin, comparison)
+    within = f"{100 * verdict.margin:g} {'%' if comparison.flips is None else 'pp'}"
     if verdict.decision == "equivalent":
         return f"equivalent within {within}"
     if verdict.decision != "not decided":
@@ -191,22 +191,18 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
             )
     sentences = []
     if more:
-        what = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
+        what = listed([f"{run} with -m {needed}" for run, needed in more.items()])
         sentences.append(f"run {what}; stored answers are not computed again")
     if shown := {
         run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49
     }:
-        what = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
+        what = listed([f"--margin {margin} for {run}" for run, margin in shown.items()])
         sentences.append(f"take {what}, the least that all of the data can show, or add other data")
     if none := [run for run in exhausted if run not in shown]:
         sentences.append(
-            f"add other data to {first_names(none)}: all of it is too little for any --margin"
+            f"add other data to {listed(none)}: all of it is too little for any --margin"
         )
     return sentences
-
-
-def _within(margin: float, comparison: Comparison) -> str:
-    return f"{100 * margin:g}{' pp' if comparison.flips is not None else ' %'}"
 
 
 def _rounded_up(number: int) -> int:
@@ -233,12 +229,12 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
     elif len(entries) == 1:
         text = f"{judged[0].equivalence.text if judged[0].equivalence else ''} ({entries[0]})"
     elif worse:
-        text = f"worse in {len(worse):,} {of_all}: {first_names(worse)}"
+        text = f"worse in {len(worse):,} {of_all}: {listed(worse)}"
     elif undecided := names["not decided"]:
-        text = f"too few questions to tell in {len(undecided):,} {of_all}: {first_names(undecided)}"
+        text = f"too few questions to tell in {len(undecided):,} {of_all}: {listed(undecided)}"
         text += f"; equivalent in {len(equal):,}" if equal else ""
     else:
-        text = f"better in {first_names(names['better'])}"
+        text = f"better in {listed(names['better'])}"
         text += ", and equivalent elsewhere" if equal else ""
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
@@ -257,6 +253,6 @@ def hochberg(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def first_names(names: Sequence[str], most: int = 5) -> str:
-    """List at most so many names, and say how many more there are."""
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, at most so many, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,6 +1,4 @@
-"""Answers that are computed again to check others: how they are compared, what a sample says, and
-bundles of them.
-"""
+"""Recorded answers that are checked: how they are drawn and compared, and what a sample says."""
 
 from __future__ import annotations
 
@@ -12,19 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
 from flexgen_helm.checkpoint.system_errors import system_error
-from flexgen_helm.errors import FlexgenError, RequestError, UsageError
-from flexgen_helm.files import size
-from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
-from flexgen_helm.response_cache import decode_result, encode_result
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.request import Cost, GenerationResult
+from flexgen_helm.response_cache import encode_result
 
 T = TypeVar("T")
 CONFIDENCE = 0.95
-_LIMIT = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -96,35 +92,6 @@ class Recorded(NamedTuple):
                 raise
             again = f"make it again with flexgen-helm {self.command}"
             raise FlexgenError(f"{self.path} cannot be read ({one_line(error)}); {again}") from None
-
-
-@dataclass(frozen=True)
-class BundledAnswer:
-    """The requests of an answer in token ids, and their results (`plain_result`).
-
-    source: index of the run in `SampleManifest.sources`. number: among all answers of the suite or
-        file.
-    """
-
-    source: int
-    number: int
-    name: str
-    requests: Sequence[GenerationRequest]
-    results: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class SampleManifest:
-    """What a sample was drawn from.
-
-    population: answers of the suite or file.
-    """
-
-    suite: str
-    population: int
-    seed: int
-    sources: list[Source]
-    format: Literal[2] = 2
 
 
 class Drawn(NamedTuple):
@@ -278,70 +245,3 @@ def upper_bound(differing: int, drawn: int, population: int) -> float:
 def share_above(share: float) -> str:
     """Return a share in percent, rounded up to two digits."""
     return f"{Context(2, ROUND_CEILING).create_decimal(100 * share):f} %"
-
-
-# Bundles: lines of JSON, the manifest first, compressed by Zstandard.
-
-
-def packed_bundle(manifest: SampleManifest, drawn: Sequence[BundledAnswer]) -> bytes:
-    """Return the content of a bundle. Raises `FlexgenError` for one that would be too large to
-    read.
-    """
-    import zstandard
-
-    lines = (json.dumps(record, default=vars, allow_nan=False) for record in (manifest, *drawn))
-    content = "\n".join(lines).encode()
-    if len(content) > _LIMIT:
-        raise FlexgenError(
-            f"the bundle would have {size(len(content))}, and may have {size(_LIMIT)} at most"
-        )
-    return zstandard.ZstdCompressor(write_checksum=True).compress(content)
-
-
-def read_bundle(path: Path) -> tuple[SampleManifest, list[BundledAnswer]]:
-    """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what
-    `packed_bundle` does not make.
-
-    Nothing is written to the disk, and no more is decompressed than a bundle may have.
-    """
-    import zstandard
-
-    packed = path.read_bytes()
-    try:
-        if not 0 < zstandard.frame_content_size(packed) <= _LIMIT:
-            raise ValueError(f"it says nothing of its size, or has more than {size(_LIMIT)}")
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        # No more than it says; a frame that is cut has less.
-        content, _ = zstandard.ZstdDecompressor().decompress(packed), frame.decompress(packed)
-        if frame.unused_data:
-            raise ValueError(f"{len(frame.unused_data):,} bytes lie behind its end")
-        first, *lines = content.split(b"\n")
-        manifest = TypeAdapter(SampleManifest).validate_json(first, strict=True)
-        drawn = [TypeAdapter(BundledAnswer).validate_json(line, strict=True) for line in lines]
-        for answer in drawn:
-            for request in answer.requests:
-                request.validate()
-            for result in answer.results:
-                decode_result(json.dumps(result))
-            is_known = 0 <= answer.source < len(manifest.sources)
-            if not is_known or not 0 < len(answer.requests) == len(answer.results):
-                raise ValueError(f"{answer.name[:60]!r} contradicts itself or the first line")
-        if not manifest.suite.isprintable():
-            raise ValueError(f"no suite is named {short(manifest.suite)}")
-        if [answer.number for answer in drawn] != drawn_numbers(
-            manifest.seed, manifest.population, len(drawn)
-        ):
-            raise ValueError(
-                f"its {len(drawn):,} answers are not those that seed {manifest.seed} draws of "
-                f"{manifest.population:,}"
-            )
-        return manifest, drawn
-    except (ValueError, RequestError, zstandard.ZstdError) as error:
-        hint = (
-            "; answers of flexgen-helm batch need --requests, and of lm-eval the file is "
-            "results_….json"
-        )
-        hint = "" if packed.startswith(zstandard.FRAME_HEADER) else hint
-        raise FlexgenError(
-            f"{path} is no bundle as verify writes it: {one_line(error)}{hint}"
-        ) from None

@@ -15,6 +15,7 @@ import pytest
 import scipy.stats
 
 from flexgen_helm.report.comparison import compare_suite
+from flexgen_helm.report.comparison_tables import comparison_to_json
 from flexgen_helm.report.notes import reused_note
 from flexgen_helm.report.pages import (
     TEXT_WIDTH,
@@ -26,7 +27,7 @@ from flexgen_helm.report.pages import (
 )
 from flexgen_helm.report.scores import read_finished_runs, read_scores
 from flexgen_helm.report.suite import read_suite, suite_to_json
-from flexgen_helm.report.tables import Table, comparison_to_json
+from flexgen_helm.report.tables import Table
 from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, add_record, write_mmlu, write_run, write_totals
 
