@@ -21,8 +21,8 @@ from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import (
     HelmRequest,
     PlainTextRequest,
+    parse_request,
     to_helm_request,
-    to_request,
     to_request_result,
 )
 from flexgen_helm.report.run_folder import read_states
@@ -101,7 +101,7 @@ def recorded_request(run: RunScores, state: Mapping[str, Any]) -> Request:
     has no record of one.
     """
     text_class = PlainTextRequest if run.record.get("chat_template") is None else Request
-    return to_request(state["request"], text_class)
+    return parse_request(state["request"], text_class)
 
 
 def _scored_tokens(

@@ -82,11 +82,11 @@ class HelmRequest(KeyedRequest):
     is_clipped: bool = False
 
 
-def to_request(fields: Mapping[str, Any], kind: type[Request]) -> Request:
-    """Make a request of HELM from its file; kind: of one with a text."""
+def parse_request(fields: Mapping[str, Any], text_class: type[Request]) -> Request:
+    """Make a request of HELM from its file; text_class: of a request without token ids."""
     if "prompt_token_ids" in fields:
         return TokenRequest(**{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])})
-    return kind(**fields)
+    return text_class(**fields)
 
 
 def may_be_rendered(request: Request) -> bool:

@@ -1,5 +1,4 @@
-"""Everything of HELM that the plugin replaces, edits or calls though it is private: `PATCHES`, a
-table.
+"""The table `PATCHES`: all that the plugin replaces, edits or calls in HELM though it is private.
 
 HELM gives a client one request per thread; it knows neither batches nor a client's files. So a
 plain `helm-run` is patched when HELM loads the plugin, and `flexgen-helm run` adds two patches.
@@ -50,14 +49,10 @@ from flexgen_helm.plugin.submission import (
     uses_cache,
 )
 from flexgen_helm.plugin.usage import HelmRun
-from flexgen_helm.progress import (
-    observed_by,
-)
+from flexgen_helm.progress import observed_by
 from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
 
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
-
-
 PATCHES: list[HelmPatch] = []
 
 

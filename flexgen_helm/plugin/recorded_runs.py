@@ -13,15 +13,15 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.plugin.compared_prompts import recorded_request
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import to_helm_request, to_request_result
-from flexgen_helm.plugin.run_scores import check_scores, state_name
+from flexgen_helm.plugin.score_check import check_scores, state_name
 from flexgen_helm.report.run_folder import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
 from flexgen_helm.report.scores import RunScores, read_finished_runs
-from flexgen_helm.report.verification import Recorded, RecordedAnswer
+from flexgen_helm.report.verification import AnswerFile, RecordedAnswer
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Service
 
 
-def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
+def recorded_runs(suite: Path) -> tuple[list[AnswerFile], list[str]]:
     """Return the answers of each run in the folder of a suite; and the names of runs that are
     unfinished or not ours.
 
@@ -37,7 +37,7 @@ def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
     return [*map(_recorded_run, runs)], sorted(folder.name for folder in skipped)
 
 
-def _recorded_run(run: RunScores) -> Recorded:
+def _recorded_run(run: RunScores) -> AnswerFile:
     assert run.folder is not None
     path, models = run.folder / STATE_FILE, get_context().models
 
@@ -56,7 +56,7 @@ def _recorded_run(run: RunScores) -> Recorded:
         states = json.loads(path.read_bytes())["request_states"]
         return [as_answer(state) for state in states if state["result"]["success"]]
 
-    return Recorded(path, "run", run.record, read, partial(check_scores, run))
+    return AnswerFile(path, "run", run.record, read, partial(check_scores, run))
 
 
 def _comparable(output: Mapping[str, Any]) -> dict[str, Any]:

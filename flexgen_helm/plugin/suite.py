@@ -41,9 +41,9 @@ from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entr
 from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
-from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
-from flexgen_helm.plugin.sampling import ComputedPart, SuiteSample, all_decided, baseline_of
+from flexgen_helm.plugin.run_specs import report_other_settings, without_repeated
 from flexgen_helm.plugin.submission import Submission, model_of_adapter
+from flexgen_helm.plugin.suite_sample import ComputedPart, SuiteSample, all_decided, baseline_of
 from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
@@ -258,7 +258,7 @@ class Suite:
             self.entries |= {run_spec.name: entry.description for run_spec in of_entry}
         for run_spec in run_specs:
             self.settings.check(run_spec.adapter_spec.model_deployment)
-        return of_different_names(run_specs)
+        return without_repeated(run_specs)
 
     def compute_all(
         self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None]

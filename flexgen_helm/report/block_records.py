@@ -1,9 +1,10 @@
-"""Records of blocks (`Engine.last_run`): what runs have of them, and their sums."""
+"""Sums of records: of blocks, as `Engine.last_run` has them, and of the runs computed in them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -30,28 +31,26 @@ def suite_totals(records: Iterable[Record]) -> dict[str, Any]:
     for record in records:
         by_model.setdefault(record["model"], []).append(record)
     models = {name: _model_usage(group) for name, group in by_model.items()}
-    return {"totals": _add_usage(records), "models": models}
+    return {"totals": _summed_usage(records), "models": models}
 
 
 def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
     """Join the runs of a model; a block that several runs have in common counts once."""
     newest = max(records, key=lambda record: record.get("finished_at") or "")
-    # In the others its name meant different weights.
-    same = [record for record in records if record.get("fingerprint") == newest.get("fingerprint")]
-    blocks: dict[str, dict[str, Any]] = {}
+    # In runs with another fingerprint the model's name meant other weights.
+    records = [run for run in records if run.get("fingerprint") == newest.get("fingerprint")]
+    blocks: dict[str, dict[str, Any]] = {}  # by their JSON, so that equal ones are one
     model_values: dict[str, Any] = {}
-    for record in same:
+    for record in records:
         block = {key: record[key] for key in BLOCK_KEYS if record.get(key) is not None}
         if "bytes" in block:
             blocks[json.dumps(block)] = block
         model_values |= {key: record[key] for key in _MODEL_KEYS if record.get(key) is not None}
-    took: Mapping[str, Any] = {}
-    for of_block in blocks.values():
-        took = add_blocks(took, of_block)
-    return {**took, **model_values, **_add_usage(same)}
+    joined = reduce(add_blocks, blocks.values(), {})
+    return {**joined, **model_values, **_summed_usage(records)}
 
 
-def _add_usage(records: Sequence[Record]) -> dict[str, Any]:
+def _summed_usage(records: Sequence[Record]) -> dict[str, Any]:
     costs = [_as_cost(record) for record in records]
     usage = throughput(costs, sum(record["latency_s"] for record in records))
     counts = {name: sum(record["workload"][name] for record in records) for name in _COUNTS}
@@ -82,7 +81,7 @@ def add_blocks(before: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str,
     for name in _JOINS.keys() & before.keys() & block.keys():
         joined[name] = _merge(before[name], block[name], _JOINS[name])
     if "bytes" in before:  # else `before` has no block
-        for name in set(_PREDICTIONS) & set(joined):
+        for name in {*_PREDICTIONS} & {*joined}:
             both = before.get(name), block.get(name)
             joined[name] = None if None in both else _merge(*both, add)
     return joined

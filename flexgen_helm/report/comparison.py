@@ -13,7 +13,7 @@ from flexgen_helm.checkpoint.known_names import original_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.notes import reused_note, trust_notes
+from flexgen_helm.report.notes import reused_notes, trust_notes
 from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
 from flexgen_helm.report.run_folder import asked_instances
 from flexgen_helm.report.run_pair import RunPair
@@ -306,7 +306,7 @@ def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
         )
         for precision, group in by_precision.items()
     }
-    notes = reused_note(runs)
+    notes = reused_notes(runs)
     if len(set(instances.values())) > 1:
         counts = (
             f"{precision} has {len(instances[precision]):,} instances of {count(len(group), 'run')}"

@@ -66,12 +66,12 @@ def comparison_tables(
                 "metric": metrics,
                 "verdict": comparison.equivalence.text if comparison.equivalence else "",
                 "change": _change_text(comparison),
-                "95 % interval": _interval(comparison),
-                "flips": _flips(comparison),
+                "95 % interval": _interval_text(comparison),
+                "flips": _flips_text(comparison),
                 model.baseline: _score_text(comparison.baseline),
                 precision: _score_text(comparison.value),
                 "n": f"{comparison.instances:,}",
-                "p": _p_value(comparison),
+                "p": _p_value_text(comparison),
             }
             for metrics, comparison in group
         ]
@@ -200,7 +200,7 @@ def _change_text(comparison: Comparison) -> str:
     return f"{_in_unit(comparison, comparison.change)}{unit}"
 
 
-def _interval(comparison: Comparison) -> str:
+def _interval_text(comparison: Comparison) -> str:
     if comparison.interval is None:
         if comparison.instances == 1:
             return "none (1 instance)"
@@ -208,13 +208,13 @@ def _interval(comparison: Comparison) -> str:
     return " … ".join(_in_unit(comparison, end) for end in comparison.interval)
 
 
-def _flips(comparison: Comparison) -> str:
+def _flips_text(comparison: Comparison) -> str:
     flips = comparison.flips
     counts = (flips.lost, flips.won, flips.changed) if flips else ()
     return " : ".join(f"{count:,}" for count in counts if count is not None)
 
 
-def _p_value(comparison: Comparison) -> str:
+def _p_value_text(comparison: Comparison) -> str:
     p_value = comparison.p_value
     return "" if p_value is None else "< 0.0001" if p_value < 1e-4 else f"{p_value:.4f}"
 

@@ -42,14 +42,14 @@ _T = TypeVar("_T")
 _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 # Types of files that are no quantization.
-_FULL = ("F64", "F32", "F16", "BF16")
+_FULL_PRECISION_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class RunScores:
     """Scores of one finished run.
 
-    name: of its folder.
+    name: of the run's folder.
     scores: metric -> mean over the instances of the evaluated split, without perturbations.
     record: content of `flexgen_run.json`; empty if the run has none.
     instances: a row per scored instance, with the statistics that the scores follow from.
@@ -190,7 +190,7 @@ class RunScores:
         """
         if self.precision != "fp16":
             return False
-        full = sum(self.stored[name] for name in _FULL)
+        full = sum(self.stored[name] for name in _FULL_PRECISION_TYPES)
         return full >= 0.99 * self.stored.total() if self.stored else None
 
     @property

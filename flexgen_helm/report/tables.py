@@ -122,7 +122,7 @@ def _score_and_error(value: float | None, error: float | None) -> str:
 
 
 def throughput_table(runs: Sequence[RunScores], show_model: bool) -> Table:
-    """Return a row of tokens and seconds per run; * marks throughputs that `reused_note`
+    """Return a row of tokens and seconds per run; * marks throughputs that `reused_notes`
     explains.
     """
     runs = _by_entry(runs)
@@ -242,7 +242,7 @@ def run_link(run: RunScores) -> str:
 
 
 def tokens_per_s_text(speed: TotalSpeed) -> str:
-    """Return a rate, with a * that `reused_note` explains."""
+    """Return a rate, with a * that `reused_notes` explains."""
     return f"{speed.tokens_per_s:,.0f}{' *' if speed.num_reused else ''}"
 
 

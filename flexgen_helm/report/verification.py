@@ -69,7 +69,7 @@ class RecordedAnswer(NamedTuple):
     source: int = 0
 
 
-class Recorded(NamedTuple):
+class AnswerFile(NamedTuple):
     """Answers that some may be drawn from.
 
     path: the file that has them. command: what wrote it. record: what it says of the run.
@@ -102,7 +102,7 @@ class Drawn(NamedTuple):
     population: int
 
 
-def draw(recorded: Sequence[Recorded], sample: str | None, seed: int) -> Drawn:
+def draw(recorded: Sequence[AnswerFile], sample: str | None, seed: int) -> Drawn:
     """Draw answers at random, without replacement; sample: as of `sample_size`.
 
     Raises `FlexgenError` for a file that is damaged, has an answer twice or no record of its run,
@@ -144,7 +144,7 @@ def drawn_numbers(seed: int, population: int, size: int) -> list[int]:
     return sorted(np.random.default_rng(seed).choice(population, size, replace=False).tolist())
 
 
-def _source(part: Recorded) -> Source:
+def _source(part: AnswerFile) -> Source:
     values = {field.name: part.record.get(field.name) for field in fields(Source)}
     try:
         return TypeAdapter(Source).validate_python(values)

@@ -234,7 +234,7 @@ def install(adds_bos: bool = False) -> None:
 
 def limit_blocks(blocks: int) -> None:
     """Have `run --until` end after so many blocks of a fixed size, whatever its clock says."""
-    from flexgen_helm.plugin import samples
+    from flexgen_helm.plugin import sample_blocks
 
     calls = 0
 
@@ -243,7 +243,7 @@ def limit_blocks(blocks: int) -> None:
         calls += 1
         return None if calls > blocks else min(5, len(work) - 1)
 
-    samples.largest_block = block
+    sample_blocks.largest_block = block
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.report import bundles
 from flexgen_helm.report.bundles import BundledAnswer, SampleManifest, packed_bundle, read_bundle
 from flexgen_helm.report.verification import (
-    Recorded,
+    AnswerFile,
     RecordedAnswer,
     Source,
     compare_answers,
@@ -202,7 +202,7 @@ def test_bytes_that_are_lost_changed_or_behind_the_end(tmp_path, change):
 
 
 def test_a_name_twice_is_refused():
-    twice = Recorded(
+    twice = AnswerFile(
         Path("b"), "verify", vars(MANIFEST.sources[0]), [RecordedAnswer("x", [], print)].copy
     )
     with pytest.raises(FlexgenError, match="1 answers are there more than once: 'x'"):

@@ -13,7 +13,13 @@ from typing import NamedTuple
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.plugin.samples import LOOKS, SEED, joining_shares, largest_sample, possible_shares
+from flexgen_helm.plugin.sample_blocks import (
+    LOOKS,
+    SEED,
+    joining_shares,
+    largest_sample,
+    possible_shares,
+)
 from flexgen_helm.plugin.submission import Submission
 from flexgen_helm.plugin.usage import HelmRun
 from flexgen_helm.report.comparison import compare_suite
