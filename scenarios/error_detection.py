@@ -45,7 +45,11 @@ ROW_NUMBER = "index"
 
 @dataclass(frozen=True)
 class Cell:
-    """text: the column's name and the dirty value. is_wrong: the clean value is another."""
+    """A cell of a table.
+
+    text: the column's name and the dirty value.
+    is_wrong: the clean value is another.
+    """
 
     text: str
     is_wrong: bool

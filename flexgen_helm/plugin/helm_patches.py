@@ -288,10 +288,8 @@ def _get_adapter(
     "helm-run",
     "run_expander:ModelRunExpander.replace_model_in_run_spec",
     "self model_deployment_name run_spec",
-    (
-        "Run entries with `follow_format_instructions=instruct`, as those of HELM Lite, stop with "
-        "an error."
-    ),
+    "Run entries with `follow_format_instructions=instruct`, as those of HELM Lite, stop with "
+    "an error.",
 )
 def _replace_model(
     original: Callable[..., RunSpec], expander: Any, name: str, run_spec: RunSpec

@@ -137,12 +137,12 @@ class HelmRun:
         results' block.
         """
         path = self.folder / RUN_FILE
-        before = {} if self.block else read_object(path)
-        if before.get("fingerprint") != self.fingerprint:
-            before = {}
+        recorded = {} if self.block else read_object(path)
+        if recorded.get("fingerprint") != self.fingerprint:
+            recorded = {}
         replace_json(
             path,
-            {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()},
+            {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **recorded, **self.as_json()},
         )
 
 

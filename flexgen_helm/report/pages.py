@@ -107,7 +107,7 @@ class Page:
                 f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else ""
             )
             for table in section.tables:
-                text = tables.text(table, width)
+                text = tables.table_to_text(table, width)
                 parts.append(f"{table.title}\n{text}" if table.title else text)
             parts.append(lines(f"- {note}." for note in section.notes))
         parts.append(fill(self.legend, width))
@@ -163,7 +163,9 @@ def suite_page(report: SuiteReport) -> Page:
     """Build the page of `flexgen-helm report`."""
     sections = [
         _scores_section(report.runs),
-        Section("Throughput", _levels(report.runs, tables.throughput_table), [_COMPUTED_NOTE]),
+        Section(
+            "Throughput", _tables_by_level(report.runs, tables.throughput_table), [_COMPUTED_NOTE]
+        ),
     ]
     for name, table in tables.usage_tables(report.models).items():
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
@@ -208,7 +210,7 @@ def _of_model(runs: Sequence[RunScores]) -> str:
 
 
 def _scores_section(runs: Sequence[RunScores]) -> Section:
-    levels = _levels(runs, tables.scores_table)
+    levels = _tables_by_level(runs, tables.scores_table)
     notes = [_SCORES_NOTE, _POOLED_NOTE] if len(levels) > 1 else [_SCORES_NOTE]
     speeds = sorted(total_speeds(runs), key=lambda speed: precision_rank(speed.label))
     rates = [
@@ -221,11 +223,12 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
     return Section(f"Scores{_of_model(runs)}", levels, notes)
 
 
-def _levels(
+def _tables_by_level(
     runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], bool], Table]
 ) -> list[Table]:
-    """Return a table by scenario if a scenario has several runs, and one of all runs, collapsed if
-    it is long.
+    """Return a table of all runs; where a scenario has several runs, after one of scenarios.
+
+    build: makes a table of runs, with a column for the model or without it.
     """
     show_model = len({run.model for run in runs}) > 1
     table, pooled = build(runs, show_model), pool_by_scenario(runs)
@@ -297,10 +300,8 @@ def _limits_text(limits: Mapping[str, Sequence[float]]) -> str:
     """
     texts = []
     for tier, label in TIER_PLACES.items():
-        ends = dict.fromkeys(
-            size(end) for end in (min(limits.get(tier, [0])), max(limits.get(tier, [0]))) if end
-        )
-        if ends:
+        values = limits.get(tier, [0])
+        if ends := dict.fromkeys(size(end) for end in (min(values), max(values)) if end):
             texts.append(f"{' to '.join(ends)} {label}")
     return ", ".join(texts)
 

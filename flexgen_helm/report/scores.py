@@ -390,7 +390,7 @@ def _instances_frame(
 
     metrics = [metric_named(name) for name in scores]
     wanted = {
-        "num_references",
+        "num_references",  # of every instance, so each has a row
         "predicted_index",
         *(name for metric in metrics for name in (metric.numerator, metric.denominator)),
     }

@@ -217,7 +217,7 @@ def _figures(usage: Mapping[str, Any]) -> dict[str, Any]:
 # --- Text ---
 
 
-def text(table: Table, width: int) -> str:
+def table_to_text(table: Table, width: int) -> str:
     """Return a table of at most `width` columns; keys are not repeated, a second one is below."""
     stacked, rows = table.num_keys == 2, []
     for row, repeated in zip(table.cells.to_numpy().tolist(), table.repeats):

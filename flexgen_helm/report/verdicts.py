@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -137,13 +138,13 @@ def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comp
     elif p_value <= LEVEL:
         decision = "worse" if comparison.is_worse else "better"
     verdict = replace(verdict, p_value=equivalence_p, decision=decision)
-    verdict = replace(verdict, text=_text(comparison, verdict))
+    verdict = replace(verdict, text=_verdict_text(comparison, verdict))
     return replace(
         comparison, p_value=None if comparison.p_value is None else p_value, equivalence=verdict
     )
 
 
-def _text(comparison: Comparison, verdict: Equivalence) -> str:
+def _verdict_text(comparison: Comparison, verdict: Equivalence) -> str:
     within = f"{100 * verdict.margin:g} {'%' if comparison.flips is None else 'pp'}"
     if verdict.decision == "equivalent":
         return f"equivalent within {within}"
@@ -171,7 +172,10 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
 
 
 def advice(judged: Sequence[Comparison]) -> list[str]:
-    """Return what would decide those that are not decided, as far as the data sets have it."""
+    """Return what would decide those that are not decided, as far as the data sets have it.
+
+    Of a run with several comparisons, the one that needs most counts.
+    """
     more: dict[str, int] = {}
     exhausted: dict[str, float] = {}
     for comparison in judged:
@@ -193,29 +197,27 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
     if more:
         what = listed([f"{run} with -m {needed}" for run, needed in more.items()])
         sentences.append(f"run {what}; stored answers are not computed again")
-    if shown := {
+    if margins := {
         run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49
     }:
-        what = listed([f"--margin {margin} for {run}" for run, margin in shown.items()])
+        what = listed([f"--margin {margin} for {run}" for run, margin in margins.items()])
         sentences.append(f"take {what}, the least that all of the data can show, or add other data")
-    if none := [run for run in exhausted if run not in shown]:
+    if too_small := [run for run in exhausted if run not in margins]:
         sentences.append(
-            f"add other data to {listed(none)}: all of it is too little for any --margin"
+            f"add other data to {listed(too_small)}: all of it is too little for any --margin"
         )
     return sentences
 
 
 def _rounded_up(number: int) -> int:
-    """To two digits."""
+    """Round up to two digits."""
     step = 10 ** max(0, len(str(number)) - 2)
     return math.ceil(number / step) * step
 
 
 def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquivalence:
-    """Judge a precision over its run entries; judged: one decided comparison of each entry, of at
-    least one.
-    """
-    names: dict[str, list[str]] = {"equivalent": [], "worse": [], "better": [], "not decided": []}
+    """Judge a precision over its run entries; judged: one decided comparison of each, not empty."""
+    names = defaultdict[Decision, list[str]](list)
     for comparison in judged:
         if comparison.equivalence:
             names[comparison.equivalence.decision].append(comparison.run)
