@@ -48,7 +48,7 @@ from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.block_records import add_blocks
-from flexgen_helm.report.scores import entry_of
+from flexgen_helm.report.scores import entry_of, grouped
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.verdicts import listed
 from flexgen_helm.report.versions import versions
@@ -175,8 +175,10 @@ def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
 class Suite:
     """One call of `run_suite`: what was submitted, what was executed, what failed.
 
+    sample: the part of the instances that is scored.
     is_collecting: the first pass is in progress.
-    executed: runs that HELM has executed, in order, also if their metrics failed.
+    entries: run name -> the run entry that HELM made it of.
+    executed: names of runs that HELM has executed, also if their metrics failed.
     finished: folders of the runs of this call that did not fail, skipped ones too.
     num_stored, num_requests: of this call's unfinished runs: distinct requests that had answers at
         its end, and all.
@@ -189,8 +191,8 @@ class Suite:
         self.settings = settings
         self.sample = SuiteSample(until, margin)
         self.is_collecting = False
-        self.entries: dict[str, str] = {}  # run -> what HELM made it of
-        self.executed: list[HelmRun] = []
+        self.entries: dict[str, str] = {}
+        self.executed: list[str] = []
         self.failures: dict[str, tuple[Exception, Path | None]] = {}
         self.num_stored = self.num_requests = 0
         self._folders: list[Path] = []  # one per run, set when the runs begin
@@ -347,6 +349,7 @@ class Suite:
             second_pass()
         folder, margin = self._folders[0].parent, self.sample.margin
         decided = margin is not None and all_decided(folder, self._baseline, margin)
+        # The last pass scores all of them once more.
         for scored in (self._tried, self.executed, self.finished, self.failures):
             scored.clear()
         return decided
@@ -401,11 +404,9 @@ class Suite:
         except Exception as error:
             # HELM's own error is the text of ours and the whole request.
             cause = block_error if block_error and isinstance(error, ExecutorError) else error
-            was_executed = any(run.name == run_spec.name for run in self.executed)
-            self.failures[run_spec.name] = (
-                cause,
-                None if was_executed else data_folder(runner, run_spec),
-            )
+            was_executed = run_spec.name in self.executed
+            data = None if was_executed else data_folder(runner, run_spec)
+            self.failures[run_spec.name] = cause, data
             raise
         finally:
             if self.sample.margin is None:  # else later passes need them
@@ -415,7 +416,7 @@ class Suite:
     def add_executed(self, run: HelmRun) -> None:
         if run.block:
             run.block = self._computed.get(run.fingerprint or "", {})
-        self.executed.append(run)
+        self.executed.append(run.name)
 
     # What is left of it
 
@@ -445,7 +446,5 @@ class Suite:
 
     def explanations(self) -> list[str]:
         """Return a sentence for each failed run; runs that failed alike share one."""
-        runs: dict[str, list[str]] = {}
-        for name, (error, data) in self.failures.items():
-            runs.setdefault(explain_failure(error, data), []).append(name)
-        return [f"{listed(names, 1)}: {sentence}" for sentence, names in runs.items()]
+        by_sentence = grouped(self.failures, lambda name: explain_failure(*self.failures[name]))
+        return [f"{listed(names, 1)}: {sentence}" for sentence, names in by_sentence.items()]
