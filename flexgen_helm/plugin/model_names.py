@@ -41,19 +41,25 @@ def find_model(
     base, precision = suffixes.split_precision(short)
     if digest := prompt_digest(overrides or {}):
         base = base.removesuffix(suffixes.DIGEST_SUFFIX + digest)
-    if not path:
-        _refuse_slash(name, short)
-        resolved = names.resolve(suffixes.with_suffixes(base, None, precision), revision)
-        name_options = resolved.options
+    suffix_options: dict[str, Any] = {}
+    if path:
+        suffix_options = _without_empty(
+            {
+                "precision": precision if precision != "fp16" else None,
+                "apply_chat_template": suffixes.split_template(base)[1],
+            }
+        )
     else:
-        resolved = names.resolve(path, revision)
-        template = suffixes.split_template(base)[1]
-        from_name = {
-            "precision": precision if precision != "fp16" else None,
-            "apply_chat_template": template,
-        }
-        name_options = {**resolved.options, **_without_empty(from_name)}
-    options = {"precision": "fp16", **name_options, **entry_options, **(overrides or {})}
+        _refuse_slash(name, short)
+        path = suffixes.with_suffixes(base, None, precision)
+    resolved = names.resolve(path, revision)
+    options = {
+        "precision": "fp16",
+        **resolved.options,
+        **suffix_options,
+        **entry_options,
+        **(overrides or {}),
+    }
     if unknown := sorted(set(options) - set(ARGUMENTS)):
         raise UsageError(
             f"the model {name} has the unknown argument {unknown[0]!r}; known are "

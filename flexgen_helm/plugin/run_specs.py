@@ -75,5 +75,4 @@ def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
 
 def _adapter(run_spec: RunSpec) -> dict[str, Any]:
     """Return a run's adapter spec as `run_spec.json` has it."""
-    content: dict[str, Any] = json.loads(json.dumps(asdict_without_nones(run_spec.adapter_spec)))
-    return content
+    return dict(json.loads(json.dumps(asdict_without_nones(run_spec.adapter_spec))))

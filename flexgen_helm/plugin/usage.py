@@ -86,9 +86,8 @@ class HelmRun:
         thinking, response = request.request.thinking, self.responses.get(request.key)
         if thinking is None or response is None:
             return False
-        return any(
-            is_unfinished(completion, thinking) for completion in response.result.completions
-        )
+        completions = response.result.completions
+        return any(is_unfinished(completion, thinking) for completion in completions)
 
     def usage(self) -> dict[str, Any]:
         costs = {key: response.result.cost for key, response in self.responses.items()}

@@ -77,9 +77,8 @@ def _logprob_of_end(completion: Mapping[str, Any], text: str) -> float | None:
 
 
 def _completion(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    completions = state.get("result", {}).get("completions") or [{}]
-    first: Mapping[str, Any] = completions[0]
-    return first
+    """Return the first completion; {} without any."""
+    return dict((state.get("result", {}).get("completions") or [{}])[0])
 
 
 def state_text(state: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ BLOCK_KEYS = (
     "rounded_weights", "generation_config", "finished_at",
 )  # fmt: skip
 _MODEL_KEYS = ("precision", "fingerprint", "chat_template", "workers")
+_COST_KEYS = ("padded_prompt_tokens", "padded_output_tokens", "flops", "prefill_s", "decode_s")
 _COUNTS = ("num_requests", "num_unique")
 Record = Mapping[str, Any]
 
@@ -51,16 +52,16 @@ def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _summed_usage(records: Sequence[Record]) -> dict[str, Any]:
-    costs = [_as_cost(record) for record in records]
+    costs = [
+        Cost(
+            **{name: value for name, value in record["workload"].items() if name not in _COUNTS},
+            **{name: record[name] for name in _COST_KEYS},
+        )
+        for record in records
+    ]
     usage = throughput(costs, sum(record["latency_s"] for record in records))
     counts = {name: sum(record["workload"][name] for record in records) for name in _COUNTS}
     return {**usage, "workload": {**counts, **usage["workload"]}}
-
-
-def _as_cost(usage: Record) -> Cost:
-    workload = {name: value for name, value in usage["workload"].items() if name not in _COUNTS}
-    names = ("padded_prompt_tokens", "padded_output_tokens", "flops", "prefill_s", "decode_s")
-    return Cost(**workload, **{name: usage[name] for name in names})
 
 
 # How numbers (or dictionaries of numbers) of two blocks are joined.
