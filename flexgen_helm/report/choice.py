@@ -40,7 +40,9 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
         4 if any(machine.get("compute_dtype") == "float32" for machine in machines) else 2
     )
     published_bytes = (
-        2 if model.base.is_full_precision is not False else _published_bytes(model.base.stored)
+        2
+        if model.baseline_run.is_full_precision is not False
+        else _published_bytes(model.baseline_run.stored)
     )
     by_precision = {}
     for speed in model.speeds:

@@ -60,7 +60,7 @@ class ModelComparison:
         return "model" if self.runs[0].against else "precision"
 
     @cached_property
-    def base(self) -> RunScores:
+    def baseline_run(self) -> RunScores:
         """A run of the baseline, one that knows the types of its files if there is one."""
         runs = [run for run in self.runs if run.label == self.baseline]
         return max(runs, key=lambda run: bool(run.stored))
@@ -68,15 +68,17 @@ class ModelComparison:
     @cached_property
     def inconclusive(self) -> list[str]:
         """Models that are compared with another one which is not of full precision."""
-        if self.base.is_full_precision is not False:
+        if self.baseline_run.is_full_precision is not False:
             return []
         runs = [pair.run for pair in self.pairs.values()]
-        return list(dict.fromkeys(run.label for run in runs if run.model != self.base.model))
+        return list(
+            dict.fromkeys(run.label for run in runs if run.model != self.baseline_run.model)
+        )
 
     @cached_property
     def remedy(self) -> str:
         """The command that compares with a baseline of full precision; '' where none is lacking."""
-        base = self.base
+        base = self.baseline_run
         if not self.inconclusive or base.folder is None:
             return ""
         suite = base.folder.parent.name

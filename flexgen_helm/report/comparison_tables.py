@@ -32,8 +32,8 @@ def comparison_to_json(models: Sequence[ModelComparison], suite: str) -> dict[st
         "baseline": models[0].baseline,
         "models": {
             model.model: {
-                "baseline": model.base.at_rest,
-                "full_precision": model.base.is_full_precision,
+                "baseline": model.baseline_run.at_rest,
+                "full_precision": model.baseline_run.is_full_precision,
                 "remedy": model.remedy,
                 "comparisons": [asdict(comparison) for comparison in model.comparisons],
                 "pooled": [asdict(comparison) for comparison in model.pooled],

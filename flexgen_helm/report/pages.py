@@ -191,7 +191,7 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
         sections.append(_comparison_section(title, model, scales))
         verdicts += [f"{name} {text}" if has_several else text for text in _verdicts(model)]
         next_steps += [f"{name}: {step}" if has_several else step for step in next_steps_of(model)]
-    facts = {"baseline": _distinct(model.base.at_rest for model in models)}
+    facts = {"baseline": _distinct(model.baseline_run.at_rest for model in models)}
     return Page(
         f"{suite}: {models[0].baseline} and other {models[0].kind}s",
         _COMPARISON_LEGEND,

@@ -88,12 +88,12 @@ class PairedScores:
             )
 
     def p_value(self) -> float | None:
-        """Return the p-value of 'no change', two-sided; None for too few instances, or scores on
-        other scales.
+        """Return the p-value of 'no change', two-sided.
+
+        None for too few instances, or scores that are neither log-probabilities nor in [0, 1].
         """
-        if len(self.baseline) < (LEAST_DOCUMENTS if self.is_logprob else 2) or not (
-            self.is_logprob or self.are_in_unit_interval
-        ):
+        least = LEAST_DOCUMENTS if self.is_logprob else 2
+        if len(self.baseline) < least or not (self.is_logprob or self.are_in_unit_interval):
             return None
         return min(1.0, 2 * min(self.decline.p_value(0.0), self.decline.negated.p_value(0.0)))
 

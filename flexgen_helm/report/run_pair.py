@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RunPair:
-    """Two runs of an entry, or two pools of runs: in the baseline, and in another precision or of
-    another model.
+    """Two runs of an entry, or two pools of runs, that are compared.
+
+    base: in the baseline.
+    run: in another precision, or of another model.
     """
 
     base: RunScores
@@ -88,13 +90,14 @@ class RunPair:
         return np.array([base[key] != run[key] for key in self.shared], bool)
 
     def paired(self, metric: str) -> PairedScores:
+        """Return the numerators of a metric in both runs, over the shared instances."""
         (base, weights), (scores, _) = (
             side.ratios[metric].loc[self.shared].to_numpy().T for side in (self.base, self.run)
         )
         return PairedScores(metric_named(metric), base, scores, weights)
 
     def comparisons(self, margin: float, notes: list[str]) -> list[Comparison]:
-        """Compare the metrics that both have; notes: gets a note on one that cannot be."""
+        """Compare the metrics that both have; notes: gets one on each that cannot be compared."""
         comparisons = []
         for metric in self.base.scores:
             if metric in self.run.scores:
@@ -109,8 +112,9 @@ class RunPair:
         return comparisons
 
     def _compare(self, name: str, margin: float) -> Comparison | None:
-        """Compare one metric over the shared instances; None if it cannot be computed over them
-        alone.
+        """Compare one metric over the shared instances.
+
+        None if it cannot be computed over them alone: the recorded scores are over others, too.
         """
         base, run, num_shared = self.base, self.run, len(self.shared)
         values = base.scores[name], run.scores[name]

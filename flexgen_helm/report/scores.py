@@ -336,7 +336,7 @@ def read_finished_runs(suite: Path) -> list[RunScores]:
 
 
 def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
-    """Return runs, or other items, by a key, in the order in which keys first appear."""
+    """Return lists of items by key, in the order in which keys first appear."""
     groups: dict[Any, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -344,7 +344,7 @@ def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]
 
 
 def precision_rank(precision: str) -> tuple[int, str]:
-    """Sort precisions in the order in which `PRECISIONS` names them."""
+    """Return a key that sorts precisions as `PRECISIONS` does, and others by name behind them."""
     order = tuple(PRECISIONS)
     return (order.index(precision) if precision in order else len(order), precision)
 

@@ -37,8 +37,8 @@ class Flips:
 class Equivalence:
     """Whether a metric is equivalent to that of the baseline.
 
-    margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1
-        + margin.
+    margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to
+        1 + margin.
     p_value: of 'the difference is the margin or more'.
     needed: instances that would decide in 80 % of cases if there were no difference.
     available: instances of the data set; infinite if that is not known.
@@ -59,8 +59,10 @@ class Equivalence:
 class Comparison:
     """A metric of a run in one precision, compared with the baseline.
 
+    run: its run entry, or the name of a pool of runs.
     instances: number of instances that both precisions have; `baseline`, `value` and the rest are
         over these.
+    baseline, value: the metric in the baseline and in the precision.
     change: value - baseline (kind 'difference') or value / baseline (kind 'ratio').
     interval: 95 % interval of the change; None for one instance or a metric that is not a mean over
         them.
