@@ -24,8 +24,8 @@ _MAX_BYTES = 1 << 28
 class BundledAnswer:
     """The requests of an answer in token ids, and their results (`plain_result`).
 
-    source: index of the run in `SampleManifest.sources`. number: among all answers of the suite or
-        file.
+    source: index of the run in `SampleManifest.sources`.
+    number: among all answers of the suite or file.
     """
 
     source: int
@@ -39,7 +39,8 @@ class BundledAnswer:
 class SampleManifest:
     """What a sample was drawn from.
 
-    population: answers of the suite or file.
+    suite: its name, or that of a file.
+    population: number of its answers.
     """
 
     suite: str

@@ -25,7 +25,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Source:
-    """What is recorded of a run, as `flexgen_run.json` has it."""
+    """The run that answers are from, as `flexgen_run.json` describes it."""
 
     model: str
     precision: str
@@ -40,8 +40,10 @@ class Source:
 
 @dataclass
 class ScoreCheck:
-    """What a comparison of scores found: sentences on what differs, and on what could not be
-    compared.
+    """What a comparison of scores found, in sentences.
+
+    differences: what is not as recorded.
+    unchecked: what could not be compared, and why.
     """
 
     differences: list[str] = field(default_factory=list)
@@ -55,10 +57,11 @@ class RecordedAnswer(NamedTuple):
     """An answer in a file, of one request or several.
 
     name: no two answers of a file have the same.
-    recorded: what is compared, as values of JSON. has_sums: its numbers are sums of
-        log-probabilities.
-    recompute: returns the same as a service answers for a model; is given both.
-    number: among all answers. source: index of its run.
+    recorded: what is compared, as values of JSON.
+    recompute: called with a service and a model; returns what to compare with `recorded`.
+    has_sums: numbers of `recorded` are sums of log-probabilities.
+    number: among the answers of all files.
+    source: index of its file.
     """
 
     name: str
@@ -70,11 +73,13 @@ class RecordedAnswer(NamedTuple):
 
 
 class AnswerFile(NamedTuple):
-    """Answers that some may be drawn from.
+    """A file with recorded answers.
 
-    path: the file that has them. command: what wrote it. record: what it says of the run.
-    check_scores: compares its scores with those of its answers, for the model as it is here; None
-        without scores.
+    command: of `flexgen-helm`, that wrote the file.
+    record: of the run, with the fields of `Source`.
+    read: returns the answers.
+    check_scores: called with the model as it is here; compares the file's scores with those of its
+        answers. None without scores.
     """
 
     path: Path
@@ -95,7 +100,11 @@ class AnswerFile(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Answers that were drawn, in order; sources: the runs; population: of how many answers."""
+    """Answers that were drawn, in order.
+
+    sources: the runs of all files.
+    population: number of answers in all files.
+    """
 
     sources: list[Source]
     answers: list[RecordedAnswer]
@@ -132,8 +141,8 @@ def draw(recorded: Sequence[AnswerFile], sample: str | None, seed: int) -> Drawn
     }
     for index, source in enumerate(sources):
         if source.hardware is None and source.fingerprint in known:
-            hardware, bits = known[source.fingerprint]
-            sources[index] = replace(source, hardware=hardware, batch_invariant=bits)
+            hardware, batch_invariant = known[source.fingerprint]
+            sources[index] = replace(source, hardware=hardware, batch_invariant=batch_invariant)
     return Drawn(sources, drawn, len(answers))
 
 
@@ -158,10 +167,11 @@ def _source(part: AnswerFile) -> Source:
 def compare_answers(
     recorded: Any, computed: Any, tolerance: float, has_sums: bool = False
 ) -> tuple[list[tuple[str, Any, Any]], float]:
-    """Return what differs of two values of JSON (where it is, and both), and the largest difference
-    of two numbers.
+    """Return where two values of JSON differ, with both values, and the largest difference of two
+    numbers.
 
-    has_sums: differences are parts of the recorded number where that is above 1.
+    tolerance: of numbers.
+    has_sums: a difference is relative to the recorded number where that is above 1.
     """
     differences, largest = [], 0.0
     before, after = dict(leaves(recorded)), dict(leaves(computed))
@@ -178,8 +188,8 @@ def compare_answers(
 
 
 def disagreements(name: str, recorded: Any, again: Any, tolerance: float = 0.0) -> list[str]:
-    """Return a sentence on a part in which what is recorded is not what was made again, if there is
-    one.
+    """Return one sentence on the first difference of two values, or none; parameters: as of
+    `compare_answers`.
     """
     differences = compare_answers(recorded, again, tolerance, has_sums=True)[0]
     if not differences:
@@ -202,9 +212,7 @@ def short(value: object, most: int = 90) -> str:
 
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield where in a value of JSON something is that has no parts, and what; an empty list is
-    such.
-    """
+    """Yield path and value of each leaf of a value of JSON; an empty list is a leaf."""
     if isinstance(value, list | tuple) and value:
         for index, part in enumerate(value):
             yield from leaves(part, f"{where}[{index}]")
