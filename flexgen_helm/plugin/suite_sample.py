@@ -29,7 +29,11 @@ from flexgen_helm.service.service import SubmittedBlock
 
 
 class ComputedPart(NamedTuple):
-    """Requests that were computed together; load_s: seconds that the first model took to load."""
+    """Requests that were computed together.
+
+    load_s: seconds that the first model took to load.
+    blocks: one per run.
+    """
 
     load_s: float
     blocks: Sequence[SubmittedBlock]

@@ -238,10 +238,10 @@ def limit_blocks(blocks: int) -> None:
 
     calls = 0
 
-    def block(work: Sequence[int], measured: object, left_s: float) -> int | None:
+    def block(block_sizes: Sequence[int], measured: object, left_s: float) -> int | None:
         nonlocal calls
         calls += 1
-        return None if calls > blocks else min(5, len(work) - 1)
+        return None if calls > blocks else min(5, len(block_sizes) - 1)
 
     sample_blocks.largest_block = block
 
