@@ -26,8 +26,8 @@ _GROWTH = 8
 # A block begins if so many times its predicted seconds are left, and more after a small one:
 # answers differ in length.
 _CAUTION = 1.25
-# Least seconds of a further request, as a part of the last block's mean seconds: two measured blocks
-# tell little of a larger one.
+# Least seconds of a further request, in means of the last block: two measured blocks say little of
+# a larger one.
 _LEAST_SLOPE = 0.3
 
 
