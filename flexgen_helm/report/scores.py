@@ -72,9 +72,7 @@ class RunScores:
 
     @cached_property
     def digests(self) -> dict[Any, str]:
-        """Return, for the instances of `instances` by their index, digests of what was asked; {} if
-        it is not known.
-        """
+        """Digests of what was asked, by the index of `instances`; {} if it is not known."""
         if self.parts:
             return self._joined_of_parts("digests")
         return {
@@ -90,13 +88,13 @@ class RunScores:
 
     @cached_property
     def _all_digests(self) -> dict[str, str]:
-        """Also of instances of a split that HELM does not score."""
+        """Digests by id, also of instances of a split that HELM does not score."""
         return {} if self.folder is None else read_instances(self.folder)
 
     @cached_property
     def answers(self) -> dict[Any, str]:
-        """Return the answers to the instances, as text or as the number of the chosen reference, by
-        the index of `instances`; {} if they are not known.
+        """The answers, by the index of `instances`: texts, or numbers of chosen references; {} if
+        they are not known.
         """
         if self.parts:
             return self._joined_of_parts("answers")
@@ -112,7 +110,7 @@ class RunScores:
 
     @property
     def num_ties(self) -> int:
-        """Return how many choices are ties of right and wrong ones: HELM's exact match is then a
+        """Number of choices that are ties of right and wrong ones: HELM's exact match is then a
         fraction.
         """
         if self.parts:
@@ -126,11 +124,11 @@ class RunScores:
         """Instances of the data set, of all splits; infinite if that is not known."""
         if self.parts:
             return sum(run.data_size for run in self.parts)
-        # Of a sample the folder has a part of what was asked for.
-        count = 0 if self.record.get("sample") else len(self._all_digests)
-        return (
-            data_set_size(self.folder, self.scenario, count) if self.folder else None
-        ) or math.inf
+        if self.folder is None:
+            return math.inf
+        # The folder of a sample has a part of the instances that HELM found.
+        num_instances = 0 if self.record.get("sample") else len(self._all_digests)
+        return data_set_size(self.folder, self.scenario, num_instances) or math.inf
 
     @property
     def level_share(self) -> float:
@@ -140,9 +138,7 @@ class RunScores:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return what HELM was asked to do with the instances; {} for a pool, or if it is not
-        known.
-        """
+        """What HELM was asked to do with the instances; {} for a pool, or if it is not known."""
         return {} if self.folder is None else read_settings(self.folder)
 
     @property
@@ -180,7 +176,7 @@ class RunScores:
 
     @property
     def stored(self) -> Counter[str]:
-        """Return type -> bytes of the model's files; empty if it is not known."""
+        """Type -> bytes of the model's files; empty if it is not known."""
         return Counter(self.record.get("checkpoint_bytes"))
 
     @property
@@ -248,11 +244,10 @@ class RunScores:
 
     @cached_property
     def ratios(self) -> dict[str, pd.DataFrame]:
-        """Return, for each score that follows from its instances, their `numerator` and
-        `denominator`.
+        """Numerator and denominator of each instance, by the scores that follow from instances.
 
-        HELM may aggregate a metric in another way, such as F1 over classes: then it is no function
-        of their sums.
+        HELM may aggregate a metric in another way, such as F1 over classes, which is no function of
+        their sums.
         """
         by_metric = {name: metric_ratio(name, self.instances) for name in self.scores}
         return {

@@ -73,7 +73,7 @@ class Table:
 
     @property
     def repeats(self) -> list[list[bool]]:
-        """Return, for each row, which of its keys it has in common with the row above."""
+        """Which keys of each row are those of the row above."""
         rows = self.cells.iloc[:, : self.num_keys].to_numpy().tolist()
         above = [[None] * self.num_keys, *rows]
         return [
