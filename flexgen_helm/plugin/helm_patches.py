@@ -183,7 +183,7 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
     """
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
     model, spec = model_of_adapter(run_spec.adapter_spec), runner.executor.execution_spec
-    # which HELM takes for completed
+    # HELM would take the run of a sample for completed.
     if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):
         runner = copy(runner)
         runner.skip_completed_runs = False
@@ -197,10 +197,10 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
         if model is None or not is_executed(spec):
             context.dry_run_folder = folder if runner.dry_run and model is not None else None
             return original(runner, run_spec)
-        # else perhaps nothing is computed
+        # With these flags perhaps nothing is computed.
         if not (runner.skip_completed_runs or runner.cache_instances_only):
             context.service.preload(model, uses_cache(spec))
-        if context.suite is None:  # which has written those of all runs
+        if context.suite is None:  # a suite has written the entries of all its runs
             _write_entry(spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment)
         context.run = HelmRun(run_spec.name, folder, model)
         if context.suite is not None:
