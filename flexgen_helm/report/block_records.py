@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
 from operator import add
 from typing import Any
 
@@ -47,7 +46,9 @@ def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
         if "bytes" in block:
             blocks[json.dumps(block)] = block
         model_values |= {key: record[key] for key in _MODEL_KEYS if record.get(key) is not None}
-    joined = reduce(add_blocks, blocks.values(), {})
+    joined: dict[str, Any] = {}
+    for block in blocks.values():
+        joined = add_blocks(joined, block)
     return {**joined, **model_values, **_summed_usage(records)}
 
 
