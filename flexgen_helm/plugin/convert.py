@@ -21,14 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from helm.common.request import (
-    ErrorFlags,
-    GeneratedOutput,
-    Request,
-    RequestResult,
-    Thinking,
-    Token,
-)
+from helm.common.request import ErrorFlags, GeneratedOutput, Request, RequestResult, Thinking, Token
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import NumericalError, RequestError

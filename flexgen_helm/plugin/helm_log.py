@@ -6,14 +6,7 @@ import time
 
 from helm.common.hierarchical_logger import hlog, hwarn
 
-from flexgen_helm.progress import (
-    Event,
-    Message,
-    ModelInUse,
-    PlanLine,
-    ProgressPhase,
-    describe,
-)
+from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, ProgressPhase, describe
 from flexgen_helm.request import Progress
 
 # Seconds between two lines of a block's progress in HELM's log.

@@ -164,9 +164,9 @@ def compare_suite(
         runs = [replace(run, against=baseline) for run in runs]
         remedy = "run the same entries with another model"
     elif baseline not in {*PRECISIONS, *(run.precision for run in runs)}:
-        known = ", ".join([*PRECISIONS, *models])
         raise UsageError(
-            f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}"
+            f"the baseline {baseline!r} is no precision or model of the suite; take one of "
+            f"{', '.join([*PRECISIONS, *models])}"
         )
     elif len(models) > 1:
         remedy = f"compare models with --baseline {models[0]}, or {remedy}"

@@ -19,11 +19,7 @@ from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import (
-    is_answered,
-    is_choice,
-    state_text,
-)
+from flexgen_helm.report.answers import is_answered, is_choice, state_text
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
 from flexgen_helm.report.run_folder import (
     LAST_FILE,

@@ -11,12 +11,7 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
 from flexgen_helm.report.block_records import suite_totals
 from flexgen_helm.report.notes import run_notes
-from flexgen_helm.report.scores import (
-    RunScores,
-    describe_run,
-    finite,
-    read_finished_runs,
-)
+from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs
 from flexgen_helm.report.verdicts import listed
 
 SUITE_FILE = "flexgen_suite.json"
