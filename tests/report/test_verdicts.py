@@ -111,11 +111,11 @@ def test_it_is_that_of_random_weights_and_one_document_more(unseen):
     draw = np.random.default_rng(0)
     weights = draw.integers(1, 9, 40).astype(float)
     change = RatioOfSums(weights * (draw.exponential(size=40) ** 2 - 1), weights, unseen)
-    size = change.value + 1.6 * abs(change.changes - change.value * weights).max() / weights.mean()
+    size = change.value + 1.6 * abs(change.numerators - change.value * weights).max() / weights.mean()
     size = min(max(size, unseen[0]), unseen[1])
     exponentials = draw.exponential(size=(200_000, 41))
     for limit in (change.value + 0.3, change.value + 1.0):
-        excess = [*(change.changes - limit * weights), (size - limit) * weights.mean()]
+        excess = [*(change.numerators - limit * weights), (size - limit) * weights.mean()]
         drawn = (exponentials @ excess > 0).mean()
         assert change.p_value(limit) == pytest.approx(drawn, abs=0.003, rel=0.03)
     low, high = change.interval()
