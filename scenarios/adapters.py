@@ -28,7 +28,10 @@ from flexgen_helm.plugin.convert import PlainTextRequest, TokenRequest
 
 @dataclass(frozen=True)
 class WindowAdapterSpec(AdapterSpec):
-    """max_length: maximum number of tokens that a window predicts."""
+    """For running text, in windows.
+
+    max_length: maximum number of tokens that a window predicts.
+    """
 
     max_length: int = 2048
 

@@ -45,7 +45,11 @@ ROW_NUMBER = "index"
 
 @dataclass(frozen=True)
 class Cell:
-    """text: the column's name and the dirty value. is_wrong: the clean value is another."""
+    """A cell of a table.
+
+    text: the column's name and the dirty value.
+    is_wrong: the clean value is another.
+    """
 
     text: str
     is_wrong: bool
@@ -126,7 +130,7 @@ def get_error_detection_run_spec(dataset: str = "Hospital") -> RunSpec:
             class_name=f"{__name__}.ErrorDetectionScenario", args={"dataset": dataset}
         ),
         adapter_spec=get_generation_adapter_spec(
-            instructions=("Is there an error in the value of the attribute? Yes or No?"),
+            instructions="Is there an error in the value of the attribute? Yes or No?",
             output_noun="Answer",
         ),
         metric_specs=get_exact_match_metric_specs()

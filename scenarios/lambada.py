@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from helm.benchmark.adaptation.adapter_spec import ADAPT_GENERATION, ADAPT_LANGUAGE_MODELING
 from helm.benchmark.metrics.metric import MetricSpec
 from helm.benchmark.presentation.taxonomy_info import TaxonomyInfo
@@ -25,10 +27,19 @@ from flexgen_helm.scenarios.adapters import LastWordAdapterSpec
 from flexgen_helm.scenarios.data import json_lines, read_hub, read_local
 
 PASSAGES = 5153
-# Mode -> HELM's method, the main metric, and the class that computes it.
+
+
+class Mode(NamedTuple):
+    """HELM's method, the metric that leads HELM's tables, and the class that computes it."""
+
+    method: str
+    main_metric: str
+    metric_class: str
+
+
 MODES = {
-    "accuracy": (ADAPT_GENERATION, "exact_match", "LambadaAccuracyMetric"),
-    "perplexity": (ADAPT_LANGUAGE_MODELING, "target_perplexity", "LambadaPerplexityMetric"),
+    "accuracy": Mode(ADAPT_GENERATION, "exact_match", "LambadaAccuracyMetric"),
+    "perplexity": Mode(ADAPT_LANGUAGE_MODELING, "target_perplexity", "LambadaPerplexityMetric"),
 }
 
 
@@ -36,8 +47,8 @@ class LambadaScenario(Scenario):
     """The test split, one passage per instance: the text before the last space, and the space and
     last word.
 
-    mode: one of `MODES`. The instances are the same; it only decides which metric leads HELM's
-        tables.
+    mode: one of `MODES`. Instances are the same in both; only the metric that leads HELM's tables
+        differs.
     """
 
     name = "lambada"
@@ -77,7 +88,7 @@ class LambadaScenario(Scenario):
                 who="novelists",
                 language="English",
             ),
-            main_metric=MODES[self.mode][1],
+            main_metric=MODES[self.mode].main_metric,
             main_split="test",
         )
 
@@ -89,12 +100,11 @@ def get_lambada_run_spec(mode: str = "accuracy") -> RunSpec:
     """
     if mode not in MODES:
         raise UsageError(f"lambada: mode is {mode!r}; it must be one of {', '.join(MODES)}")
-    method, _, metric = MODES[mode]
     return RunSpec(
         name=f"lambada:mode={mode}",
         scenario_spec=ScenarioSpec(class_name=f"{__name__}.LambadaScenario", args={"mode": mode}),
         adapter_spec=LastWordAdapterSpec(
-            method=method,
+            method=MODES[mode].method,
             input_prefix="",
             input_suffix="",
             output_prefix="",
@@ -104,7 +114,9 @@ def get_lambada_run_spec(mode: str = "accuracy") -> RunSpec:
             max_tokens=0,  # the adapter asks for as many as the last word has
             temperature=0.0,
         ),
-        metric_specs=[MetricSpec(class_name=f"flexgen_helm.scenarios.metrics.{metric}")],
+        metric_specs=[
+            MetricSpec(class_name=f"flexgen_helm.scenarios.metrics.{MODES[mode].metric_class}")
+        ],
         groups=[f"lambada_{mode}"],
     )
 

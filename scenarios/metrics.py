@@ -53,12 +53,13 @@ class _SumsMetric(MetricInterface):
     def sums(self, states: Sequence[RequestState], service: WindowService) -> dict[str, float]:
         """Return the sums of one instance from all its requests in order."""
 
-    @abstractmethod
     def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
-        """Return the scores of the data set from the sums over its instances."""
+        """Return the scores beside the means, from the sums over all instances."""
+        return {}
 
     @abstractmethod
-    def own_metadata(self) -> list[MetricMetadata]: ...
+    def score_metadata(self) -> list[MetricMetadata]:
+        """Return what HELM's tables show of the sums and the scores."""
 
     def evaluate(
         self,
@@ -115,12 +116,15 @@ class _SumsMetric(MetricInterface):
                 display_name="# eval",
                 description="Number of evaluation instances.",
             ),
-            *self.own_metadata(),
+            *self.score_metadata(),
         ]
 
 
 class LambadaAccuracyMetric(_SumsMetric):
-    """`exact_match`: whether every token of the last word is the most probable one."""
+    """`exact_match`: whether every token of the last word is the most probable one.
+
+    Its mean is the accuracy.
+    """
 
     def sums(self, states: Sequence[RequestState], service: WindowService) -> dict[str, float]:
         (state,) = states
@@ -136,10 +140,7 @@ class LambadaAccuracyMetric(_SumsMetric):
         spellings = service.tokenize(passage)[context:], [service.decode([token]) for token in ids]
         return {"exact_match": float([token.text for token in _tokens(state)] in spellings)}
 
-    def scores(self, total: Mapping[str, float], num_instances: int) -> dict[str, float]:
-        return {}  # the mean is the accuracy
-
-    def own_metadata(self) -> list[MetricMetadata]:
+    def score_metadata(self) -> list[MetricMetadata]:
         # HELM's own words, because HELM's tables know this metric by its name.
         text = (
             "Fraction of instances that the predicted output matches a correct reference exactly."
@@ -168,7 +169,7 @@ class LambadaPerplexityMetric(_SumsMetric):
         perplexity = math.exp(-total["logprob"] / num_instances)
         return {"target_perplexity": perplexity, "perplexity": perplexity}
 
-    def own_metadata(self) -> list[MetricMetadata]:
+    def score_metadata(self) -> list[MetricMetadata]:
         text = "Exponential of the mean over passages of -log p(last word | context)."
         return [
             MetricMetadata(
@@ -219,7 +220,7 @@ class WikitextMetric(_SumsMetric):
             "perplexity": token_perplexity,
         }
 
-    def own_metadata(self) -> list[MetricMetadata]:
+    def score_metadata(self) -> list[MetricMetadata]:
         units = {
             "word": "per word of the original text",
             "byte": "per byte of the original text",

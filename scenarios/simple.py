@@ -23,7 +23,7 @@ def get_simple_mcqa_scored_run_spec() -> RunSpec:
     return RunSpec(
         name="simple_mcqa_scored",
         scenario_spec=ScenarioSpec(
-            class_name=("helm.benchmark.scenarios.simple_scenarios.SimpleMCQAScenario")
+            class_name="helm.benchmark.scenarios.simple_scenarios.SimpleMCQAScenario"
         ),
         adapter_spec=AdapterSpec(
             method=ADAPT_MULTIPLE_CHOICE_SEPARATE_ORIGINAL,

@@ -33,9 +33,8 @@ MAX_LENGTH = 2048
 class WikitextScenario(Scenario):
     """The test split of WikiText-2 (raw), one page per instance.
 
-    Words and bytes are counted before detokenizing, because perplexities per word and per byte are
-    defined by them;
-    `extra_data` has the counts.
+    `extra_data` has the counts of words and bytes before detokenizing, which define the
+    perplexities per word and per byte.
     """
 
     name = "wikitext"
@@ -152,14 +151,16 @@ def page_size(page: str) -> dict[str, int]:
 
 
 def _between(opening: str, closing: str) -> tuple[re.Pattern[str], str]:
-    """Return a rule that drops white space just inside a pair, up to the next closing sign: pairs
-    are not nested.
+    """Return a rule, pattern and replacement, that drops white space just inside a pair of signs.
+
+    A pair ends at the next closing sign: pairs are not nested.
     """
     inside = rf"\s*([^{re.escape(closing)}]*?)\s*"
     return re.compile(re.escape(opening) + inside + re.escape(closing)), rf"{opening}\1{closing}"
 
 
 def _exactly(pairs: Iterable[tuple[str, str]]) -> list[tuple[re.Pattern[str], str]]:
+    """Return rules that replace texts as they are; pairs: old and new text."""
     return [(re.compile(re.escape(old)), new) for old, new in pairs]
 
 

@@ -34,7 +34,7 @@ from flexgen_helm.harnesses.openai_formats import (
 )
 from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report
-from flexgen_helm.report.verification import Recorded, RecordedAnswer
+from flexgen_helm.report.verification import AnswerFile, RecordedAnswer
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments
@@ -270,7 +270,7 @@ def _write_record(out: Path, answerer: _Answerer, service: Service) -> None:
         write_json(path, record)
 
 
-def recorded_lines(out: Path, requests: Path) -> Recorded:
+def recorded_lines(out: Path, requests: Path) -> AnswerFile:
     """Return the answers in an output file; requests: the input file."""
     content = read_input("--requests", requests)
     lines = {f"{_ID}{line.identity}": line for line in _parse_lines(content)}
@@ -295,4 +295,4 @@ def recorded_lines(out: Path, requests: Path) -> Recorded:
             as_recorded(answer) for answer in answers if answer["response"]["status_code"] == 200
         ]
 
-    return Recorded(out, "batch", read_object(out.with_name(out.name + _RECORD)), read)
+    return AnswerFile(out, "batch", read_object(out.with_name(out.name + _RECORD)), read)

@@ -321,7 +321,7 @@ def _prompts_of_suite(model: str, baseline: str, suite: Path) -> dict[str, Compa
         raise UsageError(
             f"the suite in {suite} has no run of {name} in {baseline}; in {baseline} it has {known}"
         )
-    from flexgen_helm.plugin.run_answers import read_compared_prompts  # imports HELM
+    from flexgen_helm.plugin.compared_prompts import read_compared_prompts  # imports HELM
 
     by_entry = {}
     for run in runs:

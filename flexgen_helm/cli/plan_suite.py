@@ -23,7 +23,7 @@ from flexgen_helm.cli.plan_problem import (
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, size, spelled_duration
 from flexgen_helm.planner.suite_plan import ANSWER_FACTOR
-from flexgen_helm.report.paired import margin_shown
+from flexgen_helm.report.ratio_of_sums import margin_shown
 from flexgen_helm.tiers import TIER_PLACES
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def print_suite(
     """
     from flexgen_helm.cli.suite_lengths import PromptReader
     from flexgen_helm.planner.suite_plan import plan_suite
-    from flexgen_helm.report.answers import asked_instances
+    from flexgen_helm.report.run_folder import asked_instances
 
     entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)
     files = suite.prompts(entries, remedy)

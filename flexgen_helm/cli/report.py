@@ -79,10 +79,11 @@ def compare(
         --precision fp16,4bit
       flexgen-helm compare --suite first
     """
-    from flexgen_helm.report.comparison import compare_suite, flip_groups
+    from flexgen_helm.report.comparison import compare_suite
+    from flexgen_helm.report.comparison_tables import comparison_to_json
+    from flexgen_helm.report.flips import flip_groups
     from flexgen_helm.report.pages import COMPARE_FILE, comparison_page
     from flexgen_helm.report.scores import finite
-    from flexgen_helm.report.tables import comparison_to_json
 
     fraction = check_margin(margin)
     folder = output_path / "runs" / suite

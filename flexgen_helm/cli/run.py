@@ -217,7 +217,7 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
     from flexgen_helm.report.scores import read_scores
 
     if outcome.is_dry and (outcome.finished or not outcome.sentences):
-        from flexgen_helm.report.answers import DRY_RUN_FOLDER, STATE_FILE
+        from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, STATE_FILE
 
         files = [folder / DRY_RUN_FOLDER / STATE_FILE for folder in outcome.finished]
         requests = sum(len(read_object(file).get("request_states", ())) for file in files)

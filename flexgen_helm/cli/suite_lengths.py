@@ -14,7 +14,7 @@ from flexgen_helm.files import count, read_object
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.suite_plan import EntryWorkload
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.report.answers import DRY_RUN_FOLDER, STATE_FILE, asked_instances
+from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, STATE_FILE, asked_instances
 from flexgen_helm.report.scores import entry_of, require_suite
 from flexgen_helm.run_entries import parse
 

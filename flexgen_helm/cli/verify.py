@@ -29,18 +29,15 @@ from flexgen_helm.files import append, count
 from flexgen_helm.harnesses.plain_transformers import by_transformers
 from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report, silenced
+from flexgen_helm.report.bundles import BundledAnswer, SampleManifest, packed_bundle, read_bundle
 from flexgen_helm.report.verification import (
-    BundledAnswer,
-    Recorded,
+    AnswerFile,
     RecordedAnswer,
-    SampleManifest,
     ScoreCheck,
     Source,
     compare_answers,
     draw,
-    packed_bundle,
     plain_result,
-    read_bundle,
     share_above,
     short,
     upper_bound,
@@ -214,12 +211,12 @@ def _say(
 
 def _read(
     path: Path, output_path: Path, requests: Path | None
-) -> tuple[list[Recorded], SampleManifest | None, Sequence[str]]:
+) -> tuple[list[AnswerFile], SampleManifest | None, Sequence[str]]:
     """Return what has answers: runs of a suite, or a file; a bundle's manifest; names of runs that
     are left out.
     """
     if not path.is_file():
-        from flexgen_helm.plugin.run_answers import recorded_runs  # imports HELM
+        from flexgen_helm.plugin.recorded_runs import recorded_runs  # imports HELM
 
         recorded, skipped = recorded_runs(output_path / "runs" / path)
         return recorded, None, skipped
@@ -236,7 +233,7 @@ def _read(
 
 def _of_bundle(
     path: Path, manifest: SampleManifest, answers: Sequence[BundledAnswer]
-) -> list[Recorded]:
+) -> list[AnswerFile]:
     def as_recorded(answer: BundledAnswer) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
             keyed = (KeyedRequest(request, request_key(request)) for request in answer.requests)
@@ -245,7 +242,7 @@ def _of_bundle(
         return RecordedAnswer(answer.name, answer.results, recompute)
 
     return [
-        Recorded(
+        AnswerFile(
             path,
             "verify",
             vars(source),
@@ -256,7 +253,7 @@ def _of_bundle(
 
 
 def _check_scores(
-    recorded: Sequence[Recorded], models: Sequence[ModelArguments], skipped: Sequence[str]
+    recorded: Sequence[AnswerFile], models: Sequence[ModelArguments], skipped: Sequence[str]
 ) -> ScoreCheck | None:
     """Return what is wrong with all scores; None where there are none. skipped: names of runs that
     have none.

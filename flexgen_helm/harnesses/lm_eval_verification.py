@@ -23,7 +23,7 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object
 from flexgen_helm.harnesses.lm_eval import FlexgenLM
 from flexgen_helm.report.verification import (
-    Recorded,
+    AnswerFile,
     RecordedAnswer,
     ScoreCheck,
     disagreements,
@@ -199,7 +199,7 @@ def _read_samples(results: Path, task: str) -> list[Any]:
     return [json.loads(line) for line in file.read_bytes().splitlines()]
 
 
-def recorded_answers(results: Path) -> Recorded:
+def recorded_answers(results: Path) -> AnswerFile:
     """Return the documents that the harness has written beside its results, with the answers to
     their requests.
 
@@ -251,7 +251,7 @@ def recorded_answers(results: Path) -> Recorded:
             if line["filter"] == lines[0]["filter"]
         ]  # fmt: skip
 
-    return Recorded(
+    return AnswerFile(
         results,
         "lm-eval --log_samples",
         record,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from helm.benchmark.run_spec import RunSpec
 from helm.common.hierarchical_logger import hwarn
@@ -26,37 +25,9 @@ from flexgen_helm.service.models import ModelArguments, ModelReader
 from flexgen_helm.service.service import Service
 
 if TYPE_CHECKING:
-    from helm.benchmark.adaptation.scenario_state import ScenarioState
-    from helm.benchmark.runner import Runner
+    from flexgen_helm.plugin.suite import Suite
 
 T = TypeVar("T")
-
-
-class SuiteRun(Protocol):
-    """The call of `flexgen-helm run` in progress, as the patches of HELM see it
-    (`plugin/suite.py`).
-
-    is_collecting: the first pass is in progress. entries: run -> what HELM made it of.
-    """
-
-    is_collecting: bool
-    entries: dict[str, str]
-
-    def run_specs(
-        self,
-        make: Callable[..., list[RunSpec]],
-        run_entries: list[Any],
-        models_to_run: list[str] | None = None,
-        **filters: Any,
-    ) -> list[RunSpec]: ...
-    def compute_all(
-        self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None], /
-    ) -> None: ...
-    def sampled(self, run: HelmRun, scenario_state: ScenarioState, /) -> ScenarioState: ...
-    def recorded_run(
-        self, runner: Runner, run_spec: RunSpec, /
-    ) -> AbstractContextManager[None]: ...
-    def add_executed(self, run: HelmRun, /) -> None: ...
 
 
 class PluginContext:
@@ -71,7 +42,8 @@ class PluginContext:
     dry_run_folder: of the HELM run in progress, if it is one of ours and computes nothing.
     must_have_requests: the run spec in progress whose data must give requests, if it is ours.
     generate_once: makes an entry of HELM's registries by a function and a name, once.
-    warn_once: says a sentence to the user once.
+    warn_once: writes a warning to HELM's log, once a text.
+    tell_once: shows a sentence by the command's display, or in HELM's log, once a text.
     completed_deployments: those in HELM's registry that a user's file names and the plugin
         completed.
     """
@@ -82,13 +54,13 @@ class PluginContext:
         self.service = Service(loader or EngineLoader())
         self.models = models or ModelReader("HELM")
         self.engine_options: Mapping[str, Any] = {}
-        self.suite: SuiteRun | None = None
+        self.suite: Suite | None = None
         self.run: HelmRun | None = None
         self.dry_run_folder: Path | None = None
         self.must_have_requests: RunSpec | None = None
         self.completed_deployments: set[str] = set()
         self.warn_once = cache(hwarn)
-        self._told: set[str] = set()
+        self.tell_once = cache(self._tell)
 
         @single_flight
         def generate_once(make: Callable[[str], T], name: str) -> T:
@@ -96,11 +68,8 @@ class PluginContext:
 
         self.generate_once = generate_once
 
-    def tell_once(self, text: str, *, is_warning: bool) -> None:
-        """Show a sentence to the user, once."""
-        if text not in self._told:
-            self._told.add(text)
-            report(Message(text, is_warning))
+    def _tell(self, text: str, is_warning: bool) -> None:
+        report(Message(text, is_warning))
 
     def find_model(self, name: str, arguments: Mapping[str, Any] | None = None) -> ModelArguments:
         """Return the model behind a deployment's name; arguments: those of its entry, under the

@@ -17,24 +17,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from helm.common.request import (
-    ErrorFlags,
-    GeneratedOutput,
-    Request,
-    RequestResult,
-    Thinking,
-    Token,
-)
+from helm.common.request import ErrorFlags, GeneratedOutput, Request, RequestResult, Thinking, Token
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import NumericalError, RequestError
 from flexgen_helm.request import MAX_COMPLETIONS, Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service.models import ModelArguments, ModelReader, PromptEncoder
-from flexgen_helm.service.service import KeyedRequest, Service, SubmittedBlock, request_key
+from flexgen_helm.service.service import KeyedRequest, request_key
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.thinking import split_thinking
 
@@ -82,26 +75,11 @@ class HelmRequest(KeyedRequest):
     is_clipped: bool = False
 
 
-class Submission(NamedTuple):
-    """The requests of one run.
-
-    instances: HELM's id of the instance, and its split, of each request.
-    """
-
-    model: ModelArguments
-    requests: Sequence[HelmRequest]
-    use_cache: bool
-    instances: Sequence[tuple[str, str | None]] = ()
-
-    def submit(self, service: Service) -> SubmittedBlock:
-        return service.submit(self.model, self.requests, self.use_cache)
-
-
-def to_request(fields: Mapping[str, Any], kind: type[Request]) -> Request:
-    """Make a request of HELM from its file; kind: of one with a text."""
+def parse_request(fields: Mapping[str, Any], text_class: type[Request]) -> Request:
+    """Make a request of HELM from its file; text_class: of a request without token ids."""
     if "prompt_token_ids" in fields:
         return TokenRequest(**{**fields, "prompt_token_ids": tuple(fields["prompt_token_ids"])})
-    return kind(**fields)
+    return text_class(**fields)
 
 
 def may_be_rendered(request: Request) -> bool:

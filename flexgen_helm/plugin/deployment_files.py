@@ -25,7 +25,7 @@ from flexgen_helm.plugin import registration
 Entry = dict[str, Any]
 
 
-def merge(folder: Path, names: list[str]) -> None:
+def add_entries(folder: Path, names: list[str]) -> None:
     """Add the deployments `names`, their metadata and their tokenizers to HELM's files in `folder`.
 
     Entries that we wrote earlier are replaced if the name means another model now; entries that a
@@ -48,30 +48,17 @@ def merge(folder: Path, names: list[str]) -> None:
         ):
             entries["tokenizer_configs"].append(asdict(config))
     for key, wanted in entries.items():
-        file = "model_metadata" if key == "models" else key
-        _merge_file(folder / f"{file}.yaml", key, wanted)
+        path = folder / f"{'model_metadata' if key == 'models' else key}.yaml"
+        # Without the lock, the entries of a run that starts now could be lost.
+        with state_lock("prod_env.lock", timeout=60):
+            text = _text_with(path, key, {entry["name"]: _without_empty(entry) for entry in wanted})
+            if text is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, text)
 
 
-def _merge_file(path: Path, key: str, wanted: list[Entry]) -> None:
-    new = {entry["name"]: _without_empty(entry) for entry in wanted}
-    # else the entries of a run that starts now could be lost
-    with state_lock("prod_env.lock", timeout=60):
-        text, replaced = _merged(path, key, new)
-        if text is None:
-            return
-        for name in replaced:
-            hwarn(
-                f"{path}: the entry of {name} is replaced, because the name means another model "
-                "than before"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
-
-
-def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None, list[str]]:
-    """Return the file's text with the new entries, and the names that it had otherwise; no text if
-    nothing changes.
-    """
+def _text_with(path: Path, key: str, wanted: Mapping[str, Entry]) -> str | None:
+    """Return the file's text with the wanted entries in its list `key`; None if nothing changes."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -79,18 +66,20 @@ def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None,
         present = {entry["name"]: entry for entry in content.get(key) or []}
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, UnicodeDecodeError) as error:
         hwarn(f"{path} stays unchanged, because it is not as HELM writes it: {error}")
-        return None, []
-    replaced = []
-    for name, entry in new.items():
+        return None
+    for name, entry in wanted.items():
         if name in present and present[name] != entry and _is_ours(key, present[name]):
-            replaced.append(name)
+            hwarn(
+                f"{path}: the entry of {name} is replaced, because the name means another model "
+                "than before"
+            )
             # One that does not stand in the file as we dump it is still there, so the file is
             # rewritten below.
             for dump in _dumps([present.pop(name)]):
                 text = text.replace(dump, "", 1)
-    missing = [entry for name, entry in new.items() if name not in present]
+    missing = [entry for name, entry in wanted.items() if name not in present]
     if not missing:
-        return None, []
+        return None
     merged = {**content, key: [*present.values(), *missing]}
     # Appending keeps the user's comments and order; it is right where the file then reads as
     # intended.
@@ -99,8 +88,8 @@ def _merged(path: Path, key: str, new: Mapping[str, Entry]) -> tuple[str | None,
         candidate = start + ("" if content else f"{key}:\n") + appended
         with suppress(yaml.YAMLError):
             if yaml.safe_load(candidate) == merged:
-                return candidate, replaced
-    return yaml.safe_dump(merged, sort_keys=False, allow_unicode=True), replaced
+                return candidate
+    return yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
 
 
 def _dumps(entries: list[Entry]) -> tuple[str, str]:

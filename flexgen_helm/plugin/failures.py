@@ -48,12 +48,14 @@ def explain_failure(error: Exception, data: Path | None) -> str:
             f"all answers are stored, but a metric could not download what it needs ({cause}); "
             "where there is a network, the same command only computes the metrics."
         )
-    wanted = _wanted_file(error)
-    address, file = (f" from {wanted[0]}", wanted[1]) if wanted is not None else ("", None)
-    # Perturbations have folders of their own.
-    folder = data if file is None or file.is_relative_to(data) else file.parent
+    folder, source = data, ""
+    if wanted := _wanted_file(error):
+        address, file = wanted
+        source = f" from {address}"
+        if not file.is_relative_to(data):  # perturbations have folders of their own
+            folder = file.parent
     return (
-        f"the scenario's data could not be downloaded{address} ({cause}). Copy it into {folder} "
+        f"the scenario's data could not be downloaded{source} ({cause}). Copy it into {folder} "
         "from a machine that has it, or go where there is a network; the same command then runs "
         "what is missing."
     )

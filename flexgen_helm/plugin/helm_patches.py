@@ -1,5 +1,4 @@
-"""Everything of HELM that the plugin replaces, edits or calls though it is private: `PATCHES`, a
-table.
+"""The table `PATCHES`: all that the plugin replaces, edits or calls in HELM though it is private.
 
 HELM gives a client one request per thread; it knows neither batches nor a client's files. So a
 plain `helm-run` is patched when HELM loads the plugin, and `flexgen-helm run` adds two patches.
@@ -9,8 +8,6 @@ installed.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import sys
 import time
@@ -18,108 +15,44 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cache, partial, reduce, wraps
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from helm.benchmark.adaptation.adapter_spec import AdapterSpec
 from helm.benchmark.adaptation.adapters.adapter import Adapter
 from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import ExecutionSpec, Executor
+from helm.benchmark.executor import Executor
 from helm.benchmark.metrics.metric import MetricSpec
 from helm.benchmark.model_deployment_registry import get_model_deployment
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.benchmark.window_services.tokenizer_service import TokenizerService
-from helm.common.hierarchical_logger import hlog, hwarn
-from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import count, naming, read_object, replace_text
-from flexgen_helm.plugin import deployment_files, registration
+from flexgen_helm.files import naming, read_object, replace_text
+from flexgen_helm.plugin import deployment_files
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
-from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
-from flexgen_helm.plugin.usage import HelmRun, digest_of, request_lines
-from flexgen_helm.progress import (
-    Event,
-    Message,
-    ModelInUse,
-    PlanLine,
-    ProgressPhase,
-    describe,
-    observed_by,
+from flexgen_helm.plugin.convert import may_be_rendered
+from flexgen_helm.plugin.helm_log import HelmLog
+from flexgen_helm.plugin.helm_patch import Command, HelmPatch
+from flexgen_helm.plugin.request_lines import digest_of, request_lines
+from flexgen_helm.plugin.submission import (
+    Submission,
+    is_executed,
+    model_of_adapter,
+    submission_of,
+    uses_cache,
 )
-from flexgen_helm.report.answers import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
-from flexgen_helm.request import Progress
-from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.plugin.usage import HelmRun
+from flexgen_helm.progress import observed_by
+from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
 
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
-# Seconds between two lines of a block's progress in HELM's log.
-LINE_EVERY_S = 30.0
-Command = Literal["helm-run", "flexgen-helm run"]
-
-
-@dataclass(frozen=True)
-class HelmPatch:
-    """One place of HELM that the plugin depends on though it is private.
-
-    command: whose patches it belongs to.
-    target: `module:name`, below `helm.benchmark`.
-    parameters: the function's; None where a decorator hides them, or the target is data.
-    purpose: what the plugin does there, and why.
-    fallback: what users lose where it looks different.
-    replacement: called with HELM's function and its arguments; None where the target is called or
-        edited.
-    """
-
-    command: Command
-    target: str
-    parameters: tuple[str, ...] | None
-    purpose: str
-    fallback: str
-    replacement: Callable[..., Any] | None = None
-
-    def owner(self) -> tuple[Any, str]:
-        """Return the object that has the target as an attribute, and the attribute's name."""
-        module, _, path = self.target.partition(":")
-        *outer, name = path.split(".")
-        return reduce(getattr, outer, importlib.import_module(f"helm.benchmark.{module}")), name
-
-    def check(self) -> None:
-        """Raise `UsageError` if HELM's target is missing or has other parameters."""
-        try:
-            target = getattr(*self.owner())
-            if (
-                self.parameters is not None
-                and tuple(inspect.signature(target).parameters) != self.parameters
-            ):
-                raise TypeError(f"it takes {inspect.signature(target)}")
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"flexgen_helm does not know this version of HELM ({self.target}: {error}); run: "
-                "pip install crfm-helm==0.5.16"
-            ) from error
-
-    def install(self) -> None:
-        """Replace the target, once."""
-        owner, name = self.owner()
-        original, replacement = getattr(owner, name), self.replacement
-        if replacement is None or hasattr(original, "flexgen_helm"):
-            return
-
-        @wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs)
-
-        patched.flexgen_helm = True  # type: ignore[attr-defined]
-        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-        setattr(owner, name, staticmethod(patched) if is_static else patched)
-
-
 PATCHES: list[HelmPatch] = []
 
 
@@ -184,39 +117,6 @@ def _show_refusals() -> None:
     sys.excepthook = show
 
 
-class HelmLog:
-    """An observer that writes to HELM's log: each plan and message, and a line of progress now and
-    then.
-    """
-
-    def __init__(self) -> None:
-        self._model = ""
-        self._phase = ""
-        self._last_line = time.monotonic()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Message):
-            (hwarn if event.is_warning else self._say)(event.text)
-        elif isinstance(event, ModelInUse):
-            self._model = describe(event)
-        elif isinstance(event, PlanLine):
-            self._say(f"{self._model}: {event.text}")
-        elif isinstance(event, ProgressPhase):
-            if (
-                event.name != self._phase
-                and not event.is_finished
-                and event.name in ("fetch", "convert", "measure")
-            ):
-                self._say(describe(event))
-            self._phase = event.name
-        elif isinstance(event, Progress) and time.monotonic() - self._last_line >= LINE_EVERY_S:
-            self._say(describe(event))
-
-    def _say(self, text: str) -> None:
-        self._last_line = time.monotonic()
-        hlog(f"flexgen_helm: {text}")
-
-
 # ---- helm-run ----
 
 _NO_RECORD = "No `flexgen_*` statistics and no `flexgen_run.json`."
@@ -254,8 +154,8 @@ def _execute(
             f"no instances to evaluate: check {arguments or 'the data of the scenario'}"
         )
     if context.suite is not None and context.run is not None:
-        scenario_state = context.suite.sampled(context.run, scenario_state)
-    submission = prepare_run(executor, scenario_state)
+        scenario_state = context.suite.sample.of_run(context.run, scenario_state)
+    submission = submission_of(executor, scenario_state)
     if context.suite is not None and context.suite.is_collecting:
         raise RunCollected(submission)
     if submission is None:
@@ -276,55 +176,6 @@ def _execute(
     return answered
 
 
-def prepare_run(executor: Executor, scenario_state: ScenarioState) -> Submission | None:
-    """Return the requests of a scenario state for the service; None if they are not ours or must
-    not be executed.
-    """
-    spec = executor.execution_spec
-    model = model_of_adapter(scenario_state.adapter_spec) if _is_executed(spec) else None
-    if model is None:
-        return None
-    context, requests, instances = get_context(), [], []
-    try:
-        for state in scenario_state.request_states:
-            # this request fails alone, when the client gets it
-            with suppress(NonRetriableException):
-                requests.append(to_helm_request(state.request, model, context.models))
-                instances.append((str(state.instance.id), state.instance.split))
-    except (FlexgenError, ValueError):
-        return None  # the client fails in the same way, where HELM reports it
-    if any(may_be_rendered(state.request) for state in scenario_state.request_states):
-        with suppress(FlexgenError):  # the requests fail in the same way
-            context.tell_once(context.models.chat(model).describe(model.name), is_warning=False)
-    if clipped := sum(request.is_clipped for request in requests):
-        name = context.run.name if context.run is not None else model.name
-        context.tell_once(
-            f"{clipped:,} of {count(len(requests), 'request')} of {name} ask for more tokens than "
-            "the model's window leaves, so their max_tokens is lowered to what is left",
-            is_warning=True,
-        )
-    interrupt_on_signals()
-    return Submission(model, requests, _uses_cache(spec), instances)
-
-
-def _uses_cache(spec: ExecutionSpec) -> bool:
-    """Whether `--disable-cache` was not given."""
-    return bool(spec.sqlite_cache_backend_config or spec.mongo_cache_backend_config)
-
-
-def _is_executed(spec: ExecutionSpec) -> bool:
-    """Whether requests are computed in this process at all."""
-    return not (spec.dry_run or spec.url)
-
-
-def model_of_adapter(adapter_spec: AdapterSpec) -> ModelArguments | None:
-    """Return the model of a run, None if it is not ours or is not found."""
-    try:
-        return registration.model_of(adapter_spec.model_deployment)
-    except (FlexgenError, ValueError):
-        return None  # HELM meets the same error where it reports it
-
-
 @_replaces("helm-run", "runner:Runner.run_one", "self run_spec", _NO_RECORD)
 def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -> None:
     """Appends our throughput metric, starts loading the model, and opens the record for
@@ -332,7 +183,7 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
     """
     context, folder = get_context(), Path(runner._get_run_path(run_spec))
     model, spec = model_of_adapter(run_spec.adapter_spec), runner.executor.execution_spec
-    # which HELM takes for completed
+    # HELM would take the run of a sample for completed.
     if runner.skip_completed_runs and read_object(folder / RUN_FILE).get("sample"):
         runner = copy(runner)
         runner.skip_completed_runs = False
@@ -343,13 +194,13 @@ def _run_one(original: Callable[..., None], runner: Runner, run_spec: RunSpec) -
         if context.suite is not None
         else observed_by(HelmLog())
     ):
-        if model is None or not _is_executed(spec):
+        if model is None or not is_executed(spec):
             context.dry_run_folder = folder if runner.dry_run and model is not None else None
             return original(runner, run_spec)
-        # else perhaps nothing is computed
+        # With these flags perhaps nothing is computed.
         if not (runner.skip_completed_runs or runner.cache_instances_only):
-            context.service.preload(model, _uses_cache(spec))
-        if context.suite is None:  # which has written those of all runs
+            context.service.preload(model, uses_cache(spec))
+        if context.suite is None:  # a suite has written the entries of all its runs
             _write_entry(spec.local_path or "prod_env", run_spec.adapter_spec.model_deployment)
         context.run = HelmRun(run_spec.name, folder, model)
         if context.suite is not None:
@@ -368,7 +219,7 @@ def _write_entry(folder: str, deployment: str) -> None:
     """Write what `helm-summarize` and `helm-server` need to know of a model; once a process."""
     if deployment.startswith(PREFIX):
         with suppress(OSError):  # a folder that cannot be written costs no scores
-            deployment_files.merge(Path(folder), [deployment])
+            deployment_files.add_entries(Path(folder), [deployment])
 
 
 PATCHES.append(
@@ -437,10 +288,8 @@ def _get_adapter(
     "helm-run",
     "run_expander:ModelRunExpander.replace_model_in_run_spec",
     "self model_deployment_name run_spec",
-    (
-        "Run entries with `follow_format_instructions=instruct`, as those of HELM Lite, stop with "
-        "an error."
-    ),
+    "Run entries with `follow_format_instructions=instruct`, as those of HELM Lite, stop with "
+    "an error.",
 )
 def _replace_model(
     original: Callable[..., RunSpec], expander: Any, name: str, run_spec: RunSpec

@@ -36,24 +36,30 @@ def find_model(
     ValueError: HELM takes a ValueError in a name look-up for 'no such model' and drops the message.
     """
     short = name.removeprefix(PREFIX)
-    given = _without_empty(arguments or {})
-    path, revision = given.pop("path", None), given.pop("revision", None)
+    entry_options = _without_empty(arguments or {})
+    path, revision = entry_options.pop("path", None), entry_options.pop("revision", None)
     base, precision = suffixes.split_precision(short)
     if digest := prompt_digest(overrides or {}):
         base = base.removesuffix(suffixes.DIGEST_SUFFIX + digest)
-    if not path:
-        _refuse_slash(name, short)
-        resolved = names.resolve(suffixes.with_suffixes(base, None, precision), revision)
-        said = resolved.options
+    suffix_options: dict[str, Any] = {}
+    if path:
+        suffix_options = _without_empty(
+            {
+                "precision": precision if precision != "fp16" else None,
+                "apply_chat_template": suffixes.split_template(base)[1],
+            }
+        )
     else:
-        resolved = names.resolve(path, revision)
-        template = suffixes.split_template(base)[1]
-        from_name = {
-            "precision": precision if precision != "fp16" else None,
-            "apply_chat_template": template,
-        }
-        said = {**resolved.options, **_without_empty(from_name)}
-    options = {"precision": "fp16", **said, **given, **(overrides or {})}
+        _refuse_slash(name, short)
+        path = suffixes.with_suffixes(base, None, precision)
+    resolved = names.resolve(path, revision)
+    options = {
+        "precision": "fp16",
+        **resolved.options,
+        **suffix_options,
+        **entry_options,
+        **(overrides or {}),
+    }
     if unknown := sorted(set(options) - set(ARGUMENTS)):
         raise UsageError(
             f"the model {name} has the unknown argument {unknown[0]!r}; known are "
@@ -105,19 +111,19 @@ def with_settings(name: str, precision: str | None, template: bool | None, diges
     Raises `UsageError` where the name says otherwise.
     """
     short = name.removeprefix(PREFIX)
-    base, own_precision = suffixes.split_precision(short)
-    if precision is not None and own_precision not in ("fp16", precision):
+    base, named_precision = suffixes.split_precision(short)
+    if precision is not None and named_precision not in ("fp16", precision):
         raise UsageError(
-            f"the model name {name} says {own_precision}, the command line says {precision}"
+            f"the model name {name} says {named_precision}, the command line says {precision}"
         )
     end = f"{suffixes.DIGEST_SUFFIX}{digest}" if digest else ""
-    base, own_template = suffixes.split_template(base.removesuffix(end))
-    if template is not None and own_template not in (None, template):
+    base, named_template = suffixes.split_template(base.removesuffix(end))
+    if template is not None and named_template not in (None, template):
         raise UsageError(
             f"the model name {name} and --chat-template {str(template).lower()} contradict each "
             "other"
         )
-    template = own_template if template is None else template
+    template = named_template if template is None else template
     return PREFIX + suffixes.with_suffixes(
-        suffixes.with_suffixes(base, template, "fp16") + end, None, precision or own_precision
+        suffixes.with_suffixes(base, template, "fp16") + end, None, precision or named_precision
     )

@@ -1,6 +1,4 @@
-"""The flags of a suite that change its models, and so their names: results of two settings must not
-share a folder.
-"""
+"""Flags of a suite that change its models and so their names, as two settings share no folder."""
 
 from __future__ import annotations
 

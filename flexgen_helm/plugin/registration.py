@@ -7,7 +7,7 @@ does.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -193,12 +193,6 @@ def is_ours(entry: ModelDeployment | ModelMetadata | TokenizerConfig) -> bool:
     return replace(entry, deployment_names=None) == _metadata(entry.name, facts)
 
 
-def _drop(entries: list[Any], by_name: dict[str, Any], is_unwanted: Callable[[Any], bool]) -> None:
-    entries[:] = [entry for entry in entries if not is_unwanted(entry)]
-    for name in [name for name, entry in by_name.items() if is_unwanted(entry)]:
-        del by_name[name]
-
-
 def complete_file_deployments() -> None:
     """Complete entries of `prod_env/model_deployments.yaml`, which need only a name and our client.
 
@@ -218,16 +212,21 @@ def complete_file_deployments() -> None:
     listed = deployments.ALL_MODEL_DEPLOYMENTS
     by_name = deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT
     completed = context.completed_deployments
-    _drop(listed, by_name, lambda entry: entry.name not in completed and is_ours(entry))
-    _drop(
-        tokenizer_registry.ALL_TOKENIZER_CONFIGS,
-        tokenizer_registry.TOKENIZER_NAME_TO_CONFIG,
-        is_ours,
-    )
-    known = metadata_registry.ALL_MODELS_METADATA
-    known_by_name = metadata_registry.MODEL_NAME_TO_MODEL_METADATA
-    # HELM wants metadata for each deployment in its registry.
-    _drop(known, known_by_name, lambda entry: entry.name not in by_name and is_ours(entry))
+    registries: list[tuple[list[Any], dict[str, Any], Container[str]]] = [
+        (listed, by_name, completed),
+        (tokenizer_registry.ALL_TOKENIZER_CONFIGS, tokenizer_registry.TOKENIZER_NAME_TO_CONFIG, ()),
+        # HELM wants metadata for each deployment that is left in its registry.
+        (
+            metadata_registry.ALL_MODELS_METADATA,
+            metadata_registry.MODEL_NAME_TO_MODEL_METADATA,
+            by_name,
+        ),
+    ]
+    for entries, entry_of_name, kept in registries:
+        entries[:] = [entry for entry in entries if entry.name in kept or not is_ours(entry)]
+        for name, entry in list(entry_of_name.items()):
+            if entry.name not in kept and is_ours(entry):
+                del entry_of_name[name]
     for index, entry in enumerate(listed):
         optional = (entry.tokenizer_name, entry.max_sequence_length, entry.window_service_spec)
         if entry.client_spec.class_name != CLIENT_CLASS or None not in optional:

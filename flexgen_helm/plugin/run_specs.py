@@ -1,6 +1,4 @@
-"""What HELM's run specs say of runs before they are made: names, repetitions, settings that
-differ.
-"""
+"""Run specs are checked before they are run: names, repetitions, settings that differ."""
 
 from __future__ import annotations
 
@@ -16,19 +14,19 @@ from helm.common.general import asdict_without_nones
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
 from flexgen_helm.progress import Message, report
-from flexgen_helm.report.answers import LAST_FILE, SPEC_FILE, differing_settings
+from flexgen_helm.report.run_folder import LAST_FILE, SPEC_FILE, differing_settings
 from flexgen_helm.report.scores import entry_of
 
 _MOST_NAME_BYTES = 255  # of a file or folder, on every disk of Linux
 
 
-def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Return the runs without those that are given twice: a folder has one run.
+def without_repeated(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
+    """Return the runs without those that are given twice, because a folder has one run.
 
-    Raises `UsageError` for two of one name that differ: HELM leaves many arguments of an entry out
-    of the name. Also for a name that no folder can have.
+    Raises `UsageError` for two of one name that differ, because HELM leaves many arguments of an
+    entry out of the name, and for a name that no folder can have.
     """
-    known: dict[str, RunSpec] = {}
+    by_name: dict[str, RunSpec] = {}
     for run_spec in run_specs:
         if (length := len(run_spec.name.encode())) > _MOST_NAME_BYTES:
             raise UsageError(
@@ -36,7 +34,7 @@ def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
                 f"{_MOST_NAME_BYTES} are possible: shorten its entry, or the model's name in "
                 "FLEXGEN_HELM_MODELS"
             )
-        first = known.setdefault(run_spec.name, run_spec)
+        first = by_name.setdefault(run_spec.name, run_spec)
         if first != run_spec:
             differing = (
                 differing_settings(_adapter(first), _adapter(run_spec), " and ")
@@ -47,13 +45,14 @@ def of_different_names(run_specs: Sequence[RunSpec]) -> list[RunSpec]:
                 f"({differing}): one would replace the other; give each of them a --suite of its "
                 "own"
             )
-    if twice := len(run_specs) - len(known):
+    if num_repeated := len(run_specs) - len(by_name):
         report(
             Message(
-                f"{count(twice, 'run')} of the same name and content as another: each is made once"
+                f"{count(num_repeated, 'run')} of the same name and content as another: each is "
+                "made once"
             )
         )
-    return list(known.values())
+    return list(by_name.values())
 
 
 def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
@@ -63,8 +62,8 @@ def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
     for run_spec in run_specs:
         folder = Path(runner.runs_path) / run_spec.name
         if (folder / LAST_FILE).is_file():
-            made = read_object(folder / SPEC_FILE).get("adapter_spec", {})
-            if differing := differing_settings(made, _adapter(run_spec), ", now "):
+            recorded = read_object(folder / SPEC_FILE).get("adapter_spec", {})
+            if differing := differing_settings(recorded, _adapter(run_spec), ", now "):
                 report(
                     Message(
                         f"{entry_of(run_spec.name)} was completed with other settings "
@@ -76,5 +75,4 @@ def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
 
 def _adapter(run_spec: RunSpec) -> dict[str, Any]:
     """Return a run's adapter spec as `run_spec.json` has it."""
-    content: dict[str, Any] = json.loads(json.dumps(asdict_without_nones(run_spec.adapter_spec)))
-    return content
+    return dict(json.loads(json.dumps(asdict_without_nones(run_spec.adapter_spec))))

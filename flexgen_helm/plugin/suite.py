@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from helm.benchmark import run as helm_benchmark_run
-from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutorError
 from helm.benchmark.presentation.run_entry import RunEntry
 from helm.benchmark.run_spec import RunSpec
@@ -38,18 +37,20 @@ from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.files import replace_json
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
-from flexgen_helm.plugin.convert import Submission
 from flexgen_helm.plugin.failures import data_folder, exit_code_of, explain_entry, explain_failure
+from flexgen_helm.plugin.helm_log import HelmLog
 from flexgen_helm.plugin.model_names import prompt_digest
 from flexgen_helm.plugin.model_settings import ModelSettings, without_slash
-from flexgen_helm.plugin.run_specs import of_different_names, report_other_settings
-from flexgen_helm.plugin.sampling import ComputedPart, SuiteSample, all_decided, baseline_of
+from flexgen_helm.plugin.run_specs import report_other_settings, without_repeated
+from flexgen_helm.plugin.submission import Submission, model_of_adapter
+from flexgen_helm.plugin.suite_sample import ComputedPart, SuiteSample, all_decided, baseline_of
 from flexgen_helm.plugin.usage import HelmRun, computed_blocks, suite_usage
 from flexgen_helm.progress import ProgressPhase, observed_by, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.block_records import add_blocks
-from flexgen_helm.report.scores import entry_of
+from flexgen_helm.report.scores import entry_of, grouped
 from flexgen_helm.report.suite import SUITE_FILE
+from flexgen_helm.report.verdicts import listed
 from flexgen_helm.report.versions import versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
@@ -108,7 +109,7 @@ def run_suite(
     exit_code, sentences, is_dry, uses_cache = 0, [], False, True
     interrupt_on_signals()
     service = context.service
-    with _helm_warnings() as warnings, observed_by(helm_patches.HelmLog()):
+    with _helm_warnings() as warnings, observed_by(HelmLog()):
         try:
             if ray is not None:
                 context.service = Service(ClusterLoader(ray))
@@ -121,7 +122,7 @@ def run_suite(
             context.service.resume()
             suite.run(args)
         except (KeyboardInterrupt, Interrupted):
-            exit_code, sentences = 130, [_interrupted(suite.num_answers, uses_cache)]
+            exit_code, sentences = 130, [_interrupted(suite, uses_cache)]
         except FlexgenError as error:
             exit_code, sentences = error.exit_code, [explain(error)]
         except Exception as error:
@@ -139,11 +140,12 @@ def _refuse(message: str) -> NoReturn:
     raise UsageError(f"{message}; `flexgen-helm run --help` lists the flags")
 
 
-def _interrupted(num_answers: tuple[int, int], uses_cache: bool) -> str:
+def _interrupted(suite: Suite, uses_cache: bool) -> str:
     if uses_cache:
-        done, total = num_answers
         stored = (
-            f"{done:,} of {total:,} answers are stored" if total else "finished answers are stored"
+            f"{suite.num_stored:,} of {suite.num_requests:,} answers are stored"
+            if suite.num_requests
+            else "finished answers are stored"
         )
         return f"interrupted: {stored}, and the same command computes the rest"
     return (
@@ -173,11 +175,13 @@ def _helm_warnings() -> Iterator[list[logging.LogRecord]]:
 class Suite:
     """One call of `run_suite`: what was submitted, what was executed, what failed.
 
+    sample: the part of the instances that is scored.
     is_collecting: the first pass is in progress.
-    executed: runs that HELM has executed, in order, also if their metrics failed.
+    entries: run name -> the run entry that HELM made it of.
+    executed: names of runs that HELM has executed, also if their metrics failed.
     finished: folders of the runs of this call that did not fail, skipped ones too.
-    num_answers: answers to this call's unfinished runs that were there at its end, and how many
-        they ask for.
+    num_stored, num_requests: of this call's unfinished runs: distinct requests that had answers at
+        its end, and all.
     failures: run name -> error, and where the run's data belongs; no folder once it was executed.
     """
 
@@ -185,12 +189,12 @@ class Suite:
         self, settings: ModelSettings, until: float | None = None, margin: float | None = None
     ) -> None:
         self.settings = settings
-        self._sample = SuiteSample(until, margin)
+        self.sample = SuiteSample(until, margin)
         self.is_collecting = False
-        self.entries: dict[str, str] = {}  # run -> what HELM made it of
-        self.executed: list[HelmRun] = []
+        self.entries: dict[str, str] = {}
+        self.executed: list[str] = []
         self.failures: dict[str, tuple[Exception, Path | None]] = {}
-        self.num_answers = (0, 0)
+        self.num_stored = self.num_requests = 0
         self._folders: list[Path] = []  # one per run, set when the runs begin
         self._stages: dict[str, float] = {}
         self._tried: list[str] = []  # runs of the second pass
@@ -212,12 +216,10 @@ class Suite:
         try:
             helm_benchmark_run.helm_run(args)
         finally:
-            counts = [
-                (len(block.responses()), len({*block.keys}))
-                for block in chain(*self._blocks.values())
-            ]
-            self.num_answers = sum(done for done, _ in counts), sum(total for _, total in counts)
-            for block in chain(*self._blocks.values()):
+            blocks = [*chain(*self._blocks.values())]
+            self.num_stored = sum(len(block.responses()) for block in blocks)
+            self.num_requests = sum(len({*block.keys}) for block in blocks)
+            for block in blocks:
                 block.close()
             self._blocks.clear()
             if self.executed:
@@ -258,7 +260,7 @@ class Suite:
             self.entries |= {run_spec.name: entry.description for run_spec in of_entry}
         for run_spec in run_specs:
             self.settings.check(run_spec.adapter_spec.model_deployment)
-        return of_different_names(run_specs)
+        return without_repeated(run_specs)
 
     def compute_all(
         self, runner: Runner, run_specs: list[RunSpec], second_pass: Callable[[], None]
@@ -275,7 +277,7 @@ class Suite:
             for name in names
             if name.startswith(PREFIX) and registration.model_of(name) is not None
         ]:
-            deployment_files.merge(
+            deployment_files.add_entries(
                 Path(runner.executor.execution_spec.local_path or "prod_env"), ours
             )
         if runner.skip_completed_runs:
@@ -290,17 +292,17 @@ class Suite:
         models = [
             model
             for spec in run_specs
-            if (model := helm_patches.model_of_adapter(spec.adapter_spec)) is not None
+            if (model := model_of_adapter(spec.adapter_spec)) is not None
         ]
-        self._baseline = baseline_of(models) if self._sample.margin is not None else ""
+        self._baseline = baseline_of(models) if self.sample.margin is not None else ""
         started = time.monotonic()
         submissions = self._collect_runs(runner, run_specs)
         collected = time.monotonic()
-        if self._sample.until is None or not submissions:
+        if self.sample.until is None or not submissions:
             load_s = self._compute(submissions).load_s
         else:  # the second pass takes about as long as the first one
-            until = self._sample.until - (collected - started)
-            load_s = self._sample.compute(
+            until = self.sample.until - (collected - started)
+            load_s = self.sample.compute(
                 submissions, until, self._compute, lambda: self._is_decided(second_pass)
             )
         self._generated_at = time.monotonic()
@@ -345,15 +347,12 @@ class Suite:
         """Score the sample, and return whether all its pairs are decided."""
         with suppress(RunnerError):  # the last pass reports it, and a pair may lack it
             second_pass()
-        folder, margin = self._folders[0].parent, self._sample.margin
+        folder, margin = self._folders[0].parent, self.sample.margin
         decided = margin is not None and all_decided(folder, self._baseline, margin)
+        # The last pass scores all of them once more.
         for scored in (self._tried, self.executed, self.finished, self.failures):
             scored.clear()
         return decided
-
-    def sampled(self, run: HelmRun, scenario_state: ScenarioState) -> ScenarioState:
-        """Return the part of a run of the second pass that is scored, and record it."""
-        return self._sample.of_run(run, scenario_state)
 
     def _collect_runs(self, runner: Runner, run_specs: list[RunSpec]) -> dict[str, Submission]:
         """Return the requests of each run that gets as far as `Executor.execute`."""
@@ -364,7 +363,7 @@ class Suite:
         logger.setLevel(max(level, logging.WARNING))  # the second pass repeats what HELM logs here
         try:
             for done, run_spec in enumerate(run_specs):
-                if helm_patches.model_of_adapter(run_spec.adapter_spec) is None:
+                if model_of_adapter(run_spec.adapter_spec) is None:
                     continue
                 report(
                     ProgressPhase("prompts", entry_of(run_spec.name), done, len(run_specs), "run")
@@ -405,21 +404,19 @@ class Suite:
         except Exception as error:
             # HELM's own error is the text of ours and the whole request.
             cause = block_error if block_error and isinstance(error, ExecutorError) else error
-            was_executed = any(run.name == run_spec.name for run in self.executed)
-            self.failures[run_spec.name] = (
-                cause,
-                None if was_executed else data_folder(runner, run_spec),
-            )
+            was_executed = run_spec.name in self.executed
+            data = None if was_executed else data_folder(runner, run_spec)
+            self.failures[run_spec.name] = cause, data
             raise
         finally:
-            if self._sample.margin is None:  # else later passes need them
+            if self.sample.margin is None:  # else later passes need them
                 for block in self._blocks.pop(run_spec.name, ()):
                     block.close()
 
     def add_executed(self, run: HelmRun) -> None:
         if run.block:
             run.block = self._computed.get(run.fingerprint or "", {})
-        self.executed.append(run)
+        self.executed.append(run.name)
 
     # What is left of it
 
@@ -449,10 +446,5 @@ class Suite:
 
     def explanations(self) -> list[str]:
         """Return a sentence for each failed run; runs that failed alike share one."""
-        runs: dict[str, list[str]] = {}
-        for name, (error, data) in self.failures.items():
-            runs.setdefault(explain_failure(error, data), []).append(name)
-        return [
-            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {sentence}"
-            for sentence, names in runs.items()
-        ]
+        by_sentence = grouped(self.failures, lambda name: explain_failure(*self.failures[name]))
+        return [f"{listed(names, 1)}: {sentence}" for sentence, names in by_sentence.items()]

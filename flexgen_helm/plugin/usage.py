@@ -8,24 +8,19 @@ response cache.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from helm.benchmark.adaptation.request_state import RequestState
-from helm.common.general import asdict_without_nones
-
 from flexgen_helm.errors import FlexgenError
 from flexgen_helm.files import read_object, replace_json
 from flexgen_helm.plugin.convert import HelmRequest
-from flexgen_helm.report.answers import RUN_FILE
 from flexgen_helm.report.block_records import BLOCK_KEYS, suite_totals
+from flexgen_helm.report.run_folder import RUN_FILE
 from flexgen_helm.report.suite import SUITE_FILE
 from flexgen_helm.report.throughput import throughput
 from flexgen_helm.report.versions import versions
@@ -33,9 +28,6 @@ from flexgen_helm.request import Cost
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Response, Service, SubmittedBlock
 from flexgen_helm.tokenizer.thinking import is_unfinished
-
-# What of a request state is not known before it is answered.
-ANSWER = ("result", "annotations")
 
 
 @dataclass
@@ -88,16 +80,14 @@ class HelmRun:
         self.unfinished_thinking = sum(map(self._is_unfinished, requests))
         if (loaded := service.loaded(self.model)) is not None:
             self.fingerprint = loaded.fingerprint
-            if any(not response.is_cached for response in self.responses.values()):
-                self.block = loaded.last_run
+            self.block = computed_blocks(service, [block]).get(loaded.fingerprint, {})
 
     def _is_unfinished(self, request: HelmRequest) -> bool:
         thinking, response = request.request.thinking, self.responses.get(request.key)
         if thinking is None or response is None:
             return False
-        return any(
-            is_unfinished(completion, thinking) for completion in response.result.completions
-        )
+        completions = response.result.completions
+        return any(is_unfinished(completion, thinking) for completion in completions)
 
     def usage(self) -> dict[str, Any]:
         costs = {key: response.result.cost for key, response in self.responses.items()}
@@ -146,27 +136,13 @@ class HelmRun:
         results' block.
         """
         path = self.folder / RUN_FILE
-        before = {} if self.block else read_object(path)
-        if before.get("fingerprint") != self.fingerprint:
-            before = {}
+        recorded = {} if self.block else read_object(path)
+        if recorded.get("fingerprint") != self.fingerprint:
+            recorded = {}
         replace_json(
             path,
-            {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **before, **self.as_json()},
+            {**dict.fromkeys(BLOCK_KEYS), **local_files(self.model), **recorded, **self.as_json()},
         )
-
-
-def request_lines(states: Iterable[RequestState]) -> Iterator[str]:
-    """Yield each request with its instance and references as JSON, as HELM's file has it before it
-    is answered.
-    """
-    for state in states:
-        without = asdict_without_nones(replace(state, **dict.fromkeys(ANSWER)))  # type: ignore[arg-type]
-        yield json.dumps(without, sort_keys=True)
-
-
-def digest_of(lines: Iterable[str]) -> str:
-    """Return a digest of requests, as `request_lines` yields them."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Records of blocks (`Engine.last_run`): what runs have of them, and their sums."""
+"""Sums of records: of blocks, as `Engine.last_run` has them, and of the runs computed in them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ BLOCK_KEYS = (
     "rounded_weights", "generation_config", "finished_at",
 )  # fmt: skip
 _MODEL_KEYS = ("precision", "fingerprint", "chat_template", "workers")
+_COST_KEYS = ("padded_prompt_tokens", "padded_output_tokens", "flops", "prefill_s", "decode_s")
 _COUNTS = ("num_requests", "num_unique")
 Record = Mapping[str, Any]
 
@@ -30,38 +31,38 @@ def suite_totals(records: Iterable[Record]) -> dict[str, Any]:
     for record in records:
         by_model.setdefault(record["model"], []).append(record)
     models = {name: _model_usage(group) for name, group in by_model.items()}
-    return {"totals": _add_usage(records), "models": models}
+    return {"totals": _summed_usage(records), "models": models}
 
 
 def _model_usage(records: Sequence[Record]) -> dict[str, Any]:
     """Join the runs of a model; a block that several runs have in common counts once."""
     newest = max(records, key=lambda record: record.get("finished_at") or "")
-    # In the others its name meant different weights.
-    same = [record for record in records if record.get("fingerprint") == newest.get("fingerprint")]
-    blocks: dict[str, dict[str, Any]] = {}
+    # In runs with another fingerprint the model's name meant other weights.
+    records = [run for run in records if run.get("fingerprint") == newest.get("fingerprint")]
+    blocks: dict[str, dict[str, Any]] = {}  # by their JSON, so that equal ones are one
     model_values: dict[str, Any] = {}
-    for record in same:
+    for record in records:
         block = {key: record[key] for key in BLOCK_KEYS if record.get(key) is not None}
         if "bytes" in block:
             blocks[json.dumps(block)] = block
         model_values |= {key: record[key] for key in _MODEL_KEYS if record.get(key) is not None}
-    took: Mapping[str, Any] = {}
-    for of_block in blocks.values():
-        took = add_blocks(took, of_block)
-    return {**took, **model_values, **_add_usage(same)}
+    joined: dict[str, Any] = {}
+    for block in blocks.values():
+        joined = add_blocks(joined, block)
+    return {**joined, **model_values, **_summed_usage(records)}
 
 
-def _add_usage(records: Sequence[Record]) -> dict[str, Any]:
-    costs = [_as_cost(record) for record in records]
+def _summed_usage(records: Sequence[Record]) -> dict[str, Any]:
+    costs = [
+        Cost(
+            **{name: value for name, value in record["workload"].items() if name not in _COUNTS},
+            **{name: record[name] for name in _COST_KEYS},
+        )
+        for record in records
+    ]
     usage = throughput(costs, sum(record["latency_s"] for record in records))
     counts = {name: sum(record["workload"][name] for record in records) for name in _COUNTS}
     return {**usage, "workload": {**counts, **usage["workload"]}}
-
-
-def _as_cost(usage: Record) -> Cost:
-    workload = {name: value for name, value in usage["workload"].items() if name not in _COUNTS}
-    names = ("padded_prompt_tokens", "padded_output_tokens", "flops", "prefill_s", "decode_s")
-    return Cost(**workload, **{name: usage[name] for name in names})
 
 
 # How numbers (or dictionaries of numbers) of two blocks are joined.
@@ -82,7 +83,7 @@ def add_blocks(before: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str,
     for name in _JOINS.keys() & before.keys() & block.keys():
         joined[name] = _merge(before[name], block[name], _JOINS[name])
     if "bytes" in before:  # else `before` has no block
-        for name in set(_PREDICTIONS) & set(joined):
+        for name in {*_PREDICTIONS} & {*joined}:
             both = before.get(name), block.get(name)
             joined[name] = None if None in both else _merge(*both, add)
     return joined

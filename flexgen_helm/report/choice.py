@@ -1,6 +1,4 @@
-"""What precisions cost, which is the cheapest that is equivalent to the baseline on every run
-entry, and what to do next.
-"""
+"""The choice of a precision: what each costs, the cheapest equivalent one, and what to do next."""
 
 from __future__ import annotations
 
@@ -37,10 +35,14 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
     if model.kind == "model" or model.baseline not in PRECISIONS:
         return {}
     machines = [run.record.get("hardware") or {} for run in model.runs]
-    # A cache that is not quantized has the compute type.
-    plain = 4 if any(machine.get("compute_dtype") == "float32" for machine in machines) else 2
-    published = (
-        2 if model.base.is_full_precision is not False else _published_bytes(model.base.stored)
+    # Of an element of the compute type, which a cache has that is not quantized.
+    compute_bytes = (
+        4 if any(machine.get("compute_dtype") == "float32" for machine in machines) else 2
+    )
+    published_bytes = (
+        2
+        if model.baseline_run.is_full_precision is not False
+        else _published_bytes(model.baseline_run.stored)
     )
     by_precision = {}
     for speed in model.speeds:
@@ -49,30 +51,34 @@ def costs(model: ModelComparison) -> dict[str, PrecisionCost]:
             weights, cache = precision.weights, precision.cache
             by_precision[name] = PrecisionCost(
                 1 / rate if rate else math.inf,
-                published
+                published_bytes
                 if weights is None
                 else (weights.code_bytes + weights.scale_bytes) / weights.group_size,
-                plain if cache is None else cache.bytes_per_value(plain),
+                compute_bytes if cache is None else cache.bytes_per_value(compute_bytes),
             )
-    equal = [
+    equivalent = [
         name
         for name in by_precision
         if name == model.baseline or model.is_everywhere(name, "equivalent")
     ]
-    sizes = {name: by_precision[name].weight_bytes for name in equal}
-    best = {}
+    sizes = {name: by_precision[name].weight_bytes for name in equivalent}
+    cheapest = {}
     if None not in sizes.values():
-        best["memory"] = min(equal, key=lambda name: (sizes[name], by_precision[name].cache_bytes))
+        cheapest["memory"] = min(
+            equivalent, key=lambda name: (sizes[name], by_precision[name].cache_bytes)
+        )
     if by_precision[model.baseline].seconds_per_token < math.inf:
-        best["time"] = min(equal, key=lambda name: by_precision[name].seconds_per_token)
+        cheapest["time"] = min(equivalent, key=lambda name: by_precision[name].seconds_per_token)
     return {
-        name: replace(cost, cheapest=tuple(what for what, taken in best.items() if taken == name))
+        name: replace(
+            cost, cheapest=tuple(what for what, taken in cheapest.items() if taken == name)
+        )
         for name, cost in by_precision.items()
     }
 
 
 def _published_bytes(stored: Mapping[str, int]) -> float | None:
-    """Return the bytes of a weight of a model's files; stored: type -> bytes."""
+    """Return the mean bytes of a weight in a model's files; stored: type -> bytes."""
     blocks = {name: fmt.block_bytes / fmt.block_values for name, fmt in BLOCK_FORMATS.items()}
     sizes = {**SCALE_BYTES, **blocks}
     if not stored or not stored.keys() <= sizes.keys():
@@ -91,12 +97,14 @@ def next_steps_of(model: ModelComparison) -> list[str]:
         for name, cost in costs(model).items()
         if cost.cheapest and name != model.baseline
     ]
-    open_ones = [name for name, verdict in model.verdicts.items() if not verdict.worse]
-    steps += advice([comparison for name in open_ones for comparison in model.judged(name)])
+    not_worse = [name for name, verdict in model.verdicts.items() if not verdict.worse]
+    steps += advice(
+        [comparison for name in not_worse for comparison in model.main_comparisons(name)]
+    )
     if not steps and model.verdicts:
-        better = [name for name in open_ones if model.is_everywhere(name, "equivalent", "better")]
+        better = [name for name in not_worse if model.is_everywhere(name, "equivalent", "better")]
         if better:
             return [f"take {better[0]}, which is nowhere worse"]
-        margin = ", or take a larger --margin" if open_ones else ""
+        margin = ", or take a larger --margin" if not_worse else ""
         return [f"stay with {model.baseline}{margin}"]
     return steps

@@ -3,283 +3,44 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from flexgen_helm.checkpoint.known_names import original_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import Answer, asked_instances, differing_settings
-from flexgen_helm.report.notes import reused_note, trust_notes
-from flexgen_helm.report.paired import PairedScores, metric_named
+from flexgen_helm.report.notes import reused_notes, trust_notes
 from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
-from flexgen_helm.report.scores import (
-    RunScores,
-    grouped,
-    precision_rank,
-    read_answers,
-    read_finished_runs,
-)
+from flexgen_helm.report.run_folder import asked_instances
+from flexgen_helm.report.run_pair import RunPair
+from flexgen_helm.report.scores import RunScores, grouped, precision_rank, read_finished_runs
 from flexgen_helm.report.speeds import TotalSpeed, total_speeds
 from flexgen_helm.report.verdicts import (
     DEFAULT_MARGIN,
     Comparison,
     Decision,
-    Flips,
     SuiteEquivalence,
     decide,
-    equivalence,
     hochberg,
     suite_equivalence,
 )
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
-# Flips are the instances whose score or answer is not that of the baseline.
-Direction = Literal["lost", "won", "changed"]
-DIRECTIONS: tuple[Direction, ...] = ("lost", "won", "changed")
-_NO_ANSWER = Answer("", (), "", None)
-
-
-@dataclass(frozen=True)
-class Flip:
-    """An instance whose score or answer is not that of the baseline.
-
-    direction: the score is lower (lost), higher (won), or the same with another answer (changed).
-    prompt, references: as in `Answer`; of several trials, the answers are those of the first.
-    folder, baseline_folder: names of the runs' folders.
-    """
-
-    model: str
-    run: str
-    precision: str
-    metric: str
-    instance: str
-    direction: Direction
-    baseline_score: float
-    score: float
-    prompt: str
-    references: Sequence[str]
-    baseline_answer: str
-    answer: str
-    baseline_logprob: float | None
-    logprob: float | None
-    baseline_folder: str
-    folder: str
-
-
-@dataclass(frozen=True)
-class FlipGroup:
-    """Flips of a model in one precision and one direction, against a baseline.
-
-    count: how many there are; `flips` are the first of them.
-    """
-
-    model: str
-    precision: str
-    baseline: str
-    direction: Direction
-    count: int
-    flips: Sequence[Flip]
-
-
-@dataclass(frozen=True, eq=False)
-class RunPair:
-    """Two runs of an entry, or two pools of runs: in the baseline, and in another precision or of
-    another model.
-    """
-
-    base: RunScores
-    run: RunScores
-
-    @cached_property
-    def shared(self) -> pd.Index:
-        """The instances that both runs have, with the same text under the same id as far as texts
-        are known.
-        """
-        shared = self.base.instances.index.intersection(self.run.instances.index, sort=False)
-        base, run = self.base.digests, self.run.digests
-        return shared[[base.get(key) == run.get(key) for key in shared]] if base and run else shared
-
-    @property
-    def notes(self) -> list[str]:
-        """What is not compared, and what differs beside the precision."""
-        base, run = self.base, self.run
-        with_same_id = base.instances.index.intersection(run.instances.index)
-        notes = [
-            f"{missing} instances of {side.entry} are in {side.label} only and are left out"
-            for side in (base, run)
-            if (missing := side.num_scored - len(with_same_id))
-        ]
-        if unknown := [side.label for side in (base, run) if not side.digests]:
-            notes.append(
-                f"{base.entry} is paired by ids of instances alone: {' and '.join(unknown)} has no "
-                "texts (scenario_state.json) to compare"
-            )
-        if different := len(with_same_id) - len(self.shared):
-            notes.append(
-                f"{different:,} of {len(with_same_id):,} instances of {base.entry} ask something "
-                f"else in {run.label} than in {base.label} under the same id and are left out: the "
-                "data has changed between the runs"
-            )
-        joint = f" in {base.label} and "
-        if (
-            base.settings
-            and run.settings
-            and (differing := differing_settings(base.settings, run.settings, joint))
-        ):
-            notes.append(
-                f"{base.entry} has other settings in {run.label}: {differing} in {run.label}"
-            )
-        origins = base.record.get("origin"), run.record.get("origin")
-        if base.model == run.model and None not in origins and origins[0] != origins[1]:
-            notes.append(
-                f"{base.typed_model} means {origins[0]} in {base.label} and {origins[1]} in "
-                f"{run.label}, so the difference is not that of the precision alone"
-            )
-        if base.prompts and run.prompts and base.prompts != run.prompts:
-            notes.append(
-                f"Prompts were sent {base.prompts} in {base.label} and {run.prompts} in {run.label}"
-            )
-        return notes
-
-    @cached_property
-    def changed(self) -> NDArray[np.bool_] | None:
-        """Which of the shared instances have another answer; None if the answers are not known."""
-        base, run = self.base.answers, self.run.answers
-        if not all(key in base and key in run for key in self.shared):
-            return None
-        return np.array([base[key] != run[key] for key in self.shared], bool)
-
-    def paired(self, metric: str) -> PairedScores:
-        (base, weights), (scores, _) = (
-            side.ratios[metric].loc[self.shared].to_numpy().T for side in (self.base, self.run)
-        )
-        return PairedScores(metric_named(metric), base, scores, weights)
-
-    def comparisons(self, margin: float, notes: list[str]) -> list[Comparison]:
-        """Compare the metrics that both have; notes: gets a note on one that cannot be."""
-        comparisons = []
-        for metric in self.base.scores:
-            if metric in self.run.scores:
-                if comparison := self._compare(metric, margin):
-                    comparisons.append(comparison)
-                else:
-                    notes.append(
-                        f"{metric} of {self.base.entry} in {self.run.label} is left out, because "
-                        f"{self.base.label} has other instances and it cannot be computed over the "
-                        "shared ones alone"
-                    )
-        return comparisons
-
-    def _compare(self, name: str, margin: float) -> Comparison | None:
-        """Compare one metric over the shared instances; None if it cannot be computed over them
-        alone.
-        """
-        metric, base, run, total = metric_named(name), self.base, self.run, len(self.shared)
-        values = base.scores[name], run.scores[name]
-        interval = p_value = flips = verdict = None
-        if name in base.ratios and name in run.ratios and total:
-            paired = self.paired(name)
-            values = paired.values
-            if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():
-                interval, p_value = paired.interval(), paired.p_value()
-                level_share = min(base.level_share, run.level_share)
-                p_value = None if p_value is None else min(1.0, p_value / level_share)
-                verdict = equivalence(paired, margin, base.data_size, level_share)
-                if paired.are_shares:
-                    changed = (
-                        None
-                        if self.changed is None
-                        else int((paired.unchanged & self.changed).sum())
-                    )
-                    flips = Flips(paired.lost, paired.won, changed)
-        elif not total == base.num_scored == run.num_scored:
-            return None
-        with np.errstate(all="ignore"):
-            change = float(metric.change_between(values[1], values[0]))
-        return Comparison(
-            base.entry,
-            name,
-            run.label,
-            total,
-            *values,
-            metric.change,
-            change,
-            interval,
-            p_value,
-            flips,
-            verdict,
-        )
-
-    def flipped(self, metrics: Sequence[str]) -> dict[Direction, dict[str, str]]:
-        """Return instance -> the first metric that flipped it, by direction."""
-        lost: dict[str, str] = {}
-        won: dict[str, str] = {}
-        for metric in metrics:
-            paired = self.paired(metric)
-            for key in self.shared[paired.scores < paired.baseline]:
-                lost.setdefault(key, metric)
-            for key in self.shared[paired.scores > paired.baseline]:
-                won.setdefault(key, metric)
-        keys = [] if self.changed is None else self.shared[self.changed]
-        changed = {key: metrics[0] for key in keys if key not in lost and key not in won}
-        return {"lost": lost, "won": won, "changed": changed}
-
-    def flips(self, direction: Direction, flipped: Mapping[str, str]) -> list[Flip]:
-        """Return flips with their answers; flipped: instance -> metric."""
-        before, after = (read_answers(run, set(flipped)) for run in (self.base, self.run))
-        flips = []
-        for key, metric in flipped.items():
-            old, new = before.get(key, _NO_ANSWER), after.get(key, _NO_ANSWER)
-            scores = [
-                float(run.ratios[metric].loc[key, "numerator"]) for run in (self.base, self.run)
-            ]
-            flips.append(
-                Flip(
-                    model=self.run.model,
-                    run=self.run.entry,
-                    precision=self.run.label,
-                    metric=metric,
-                    instance=key,
-                    direction=direction,
-                    baseline_score=scores[0],
-                    score=scores[1],
-                    prompt=new.prompt or old.prompt,
-                    references=new.references or old.references,
-                    baseline_answer=old.text,
-                    answer=new.text,
-                    baseline_logprob=old.logprob,
-                    logprob=new.logprob,
-                    baseline_folder=self.base.name,
-                    folder=self.run.name,
-                )
-            )
-        return flips
-
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """All comparisons of a model, or of all models with one of them: each is then in the place of a
-    precision.
+    """All comparisons of a model's precisions, or of all models with one of them.
 
-    runs: their finished runs that have scores. pairs: (run entry, precision) -> the runs that are
-        compared.
+    Where models are compared, what is called a precision here is a model.
+
+    runs: their finished runs that have scores.
+    pairs: (run entry, precision) -> the runs that are compared.
     pooled: comparisons over all instances of a scenario's runs, where it has several, such as the
         subjects of MMLU.
-    speeds: of the compared runs of each precision.
-        Precisions may differ in their instances.
+    speeds: of the compared runs of each precision, whose instances may differ.
     notes: sentences, without full stops, about what could not be compared.
     """
 
@@ -299,7 +60,7 @@ class ModelComparison:
         return "model" if self.runs[0].against else "precision"
 
     @cached_property
-    def base(self) -> RunScores:
+    def baseline_run(self) -> RunScores:
         """A run of the baseline, one that knows the types of its files if there is one."""
         runs = [run for run in self.runs if run.label == self.baseline]
         return max(runs, key=lambda run: bool(run.stored))
@@ -307,14 +68,17 @@ class ModelComparison:
     @cached_property
     def inconclusive(self) -> list[str]:
         """Models that are compared with another one which is not of full precision."""
-        base, lacks = self.base, self.base.is_full_precision is False
+        if self.baseline_run.is_full_precision is not False:
+            return []
         runs = [pair.run for pair in self.pairs.values()]
-        return list(dict.fromkeys(run.label for run in runs if lacks and run.model != base.model))
+        return list(
+            dict.fromkeys(run.label for run in runs if run.model != self.baseline_run.model)
+        )
 
     @cached_property
     def remedy(self) -> str:
-        """The command with a baseline of full precision; empty where none is lacking."""
-        base = self.base
+        """The command that compares with a baseline of full precision; '' where none is lacking."""
+        base = self.baseline_run
         if not self.inconclusive or base.folder is None:
             return ""
         suite = base.folder.parent.name
@@ -346,37 +110,30 @@ class ModelComparison:
         ]
         return [*self.pooled, *alone]
 
-    def judged(self, precision: str) -> list[Comparison]:
-        """Return what a precision is judged by: the first metric of each run entry that has a
-        verdict.
-        """
-        judged: dict[str, Comparison] = {}
+    def main_comparisons(self, precision: str) -> list[Comparison]:
+        """Return the comparison that judges each run entry: of its first metric with a verdict."""
+        by_entry: dict[str, Comparison] = {}
         for comparison in self.by_scenario:
             if comparison.precision == precision and comparison.equivalence is not None:
-                judged.setdefault(comparison.run, comparison)
-        return list(judged.values())
+                by_entry.setdefault(comparison.run, comparison)
+        return list(by_entry.values())
 
     def is_everywhere(self, precision: str, *decisions: Decision) -> bool:
         """Whether a precision has one of the verdicts on every run entry, or pool of them."""
-        judged = self.judged(precision)
-        known = {
+        decided = {
             comparison.run
-            for comparison in judged
+            for comparison in self.main_comparisons(precision)
             if comparison.equivalence and comparison.equivalence.decision in decisions
         }
-        return known == {comparison.run for comparison in self.by_scenario}
+        return decided == {comparison.run for comparison in self.by_scenario}
 
     @cached_property
     def verdicts(self) -> dict[str, SuiteEquivalence]:
         """Precision -> verdict over all run entries."""
-        judged = {
-            comparison.precision: self.judged(comparison.precision)
-            for comparison in self.comparisons
-        }
         verdicts = {
-            precision: suite_equivalence(comparisons, self.margin)
-            for precision, comparisons in judged.items()
-            if comparisons
+            precision: suite_equivalence(judged, self.margin)
+            for precision in dict.fromkeys(comparison.precision for comparison in self.comparisons)
+            if (judged := self.main_comparisons(precision))
         }
         for model in verdicts.keys() & self.inconclusive:
             verdicts[model] = replace(
@@ -407,9 +164,9 @@ def compare_suite(
         runs = [replace(run, against=baseline) for run in runs]
         remedy = "run the same entries with another model"
     elif baseline not in {*PRECISIONS, *(run.precision for run in runs)}:
-        known = ", ".join([*PRECISIONS, *models])
         raise UsageError(
-            f"the baseline {baseline!r} is no precision or model of the suite; take one of {known}"
+            f"the baseline {baseline!r} is no precision or model of the suite; take one of "
+            f"{', '.join([*PRECISIONS, *models])}"
         )
     elif len(models) > 1:
         remedy = f"compare models with --baseline {models[0]}, or {remedy}"
@@ -432,11 +189,11 @@ def compare_runs(
         (run for run in runs if run.num_scored), lambda run: run.against or run.model
     )
     compared = [_compare_model(name, group, baseline, margin) for name, group in by_model.items()]
-    return _decided([model for model in compared if model.comparisons])
+    return _with_verdicts([model for model in compared if model.comparisons])
 
 
-class _Judged(NamedTuple):
-    """What is tested; metrics of a run with equal numbers are one test."""
+class _Test(NamedTuple):
+    """A test of 'no change' and of equivalence; metrics of a run with equal p-values are one."""
 
     model: str
     run: str
@@ -445,7 +202,7 @@ class _Judged(NamedTuple):
     equivalence_p_value: float
 
     @classmethod
-    def of(cls, model: ModelComparison, comparison: Comparison) -> _Judged:
+    def of(cls, model: ModelComparison, comparison: Comparison) -> _Test:
         verdict = comparison.equivalence
         return cls(
             model.model,
@@ -456,26 +213,27 @@ class _Judged(NamedTuple):
         )
 
 
-def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
-    """Return the models with verdicts, corrected for all comparisons that have one; runs of a pool
-    have none.
+def _with_verdicts(models: Sequence[ModelComparison]) -> list[ModelComparison]:
+    """Return the models with the verdicts of comparisons, corrected for all that are tested.
+
+    A run of a pool has none: its instances are tested with those of the pool.
     """
-    judged = list(
+    tests = list(
         dict.fromkeys(
-            _Judged.of(model, comparison)
+            _Test.of(model, comparison)
             for model in models
             for comparison in model.by_scenario
             if comparison.equivalence
         )
     )
-    equal = hochberg([test.equivalence_p_value for test in judged])
-    different = hochberg([1.0 if test.p_value is None else test.p_value for test in judged])
-    corrected = dict(zip(judged, zip(equal, different)))
+    equivalence_p = hochberg([test.equivalence_p_value for test in tests])
+    change_p = hochberg([1.0 if test.p_value is None else test.p_value for test in tests])
+    corrected = dict(zip(tests, zip(equivalence_p, change_p)))
 
-    def decided(model: ModelComparison, comparisons: Sequence[Comparison]) -> list[Comparison]:
+    def decide_all(model: ModelComparison, comparisons: Sequence[Comparison]) -> list[Comparison]:
         return [
             decide(comparison, *corrected[test])
-            if comparison.equivalence and (test := _Judged.of(model, comparison)) in corrected
+            if comparison.equivalence and (test := _Test.of(model, comparison)) in corrected
             else replace(comparison, equivalence=None)
             for comparison in comparisons
         ]
@@ -483,8 +241,8 @@ def _decided(models: Sequence[ModelComparison]) -> list[ModelComparison]:
     return [
         replace(
             model,
-            comparisons=decided(model, model.comparisons),
-            pooled=decided(model, model.pooled),
+            comparisons=decide_all(model, model.comparisons),
+            pooled=decide_all(model, model.pooled),
         )
         for model in models
     ]
@@ -550,7 +308,7 @@ def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
         )
         for precision, group in by_precision.items()
     }
-    notes = reused_note(runs)
+    notes = reused_notes(runs)
     if len(set(instances.values())) > 1:
         counts = (
             f"{precision} has {len(instances[precision]):,} instances of {count(len(group), 'run')}"
@@ -558,33 +316,3 @@ def _speed_notes(runs: Sequence[RunScores]) -> list[str]:
         )
         notes = [f"tokens/s are not of the same work: {', '.join(counts)}", *notes]
     return notes
-
-
-def flip_groups(models: Sequence[ModelComparison], most: int = sys.maxsize) -> Iterator[FlipGroup]:
-    """Return the flips of each model, precision and direction, of all metrics.
-
-    An instance is once in a direction, with the first metric that flips it so; it has changed where
-    no metric did.
-
-    most: flips of a group whose answers are read.
-    """
-    for model in models:
-        metrics: dict[str, dict[str, list[str]]] = {}
-        for comparison in model.comparisons:
-            if comparison.flips is not None:
-                metrics.setdefault(comparison.precision, {}).setdefault(comparison.run, []).append(
-                    comparison.metric
-                )
-        for precision in sorted(metrics, key=precision_rank):
-            pairs = [
-                (model.pairs[entry, precision], names)
-                for entry, names in metrics[precision].items()
-            ]
-            flipped = [pair.flipped(names) for pair, names in pairs]
-            for direction in DIRECTIONS:
-                flips: list[Flip] = []
-                for (pair, _), by_direction in zip(pairs, flipped):
-                    if shown := dict(islice(by_direction[direction].items(), most - len(flips))):
-                        flips += pair.flips(direction, shown)
-                if total := sum(len(by_direction[direction]) for by_direction in flipped):
-                    yield FlipGroup(model.model, precision, model.baseline, direction, total, flips)

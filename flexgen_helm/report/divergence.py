@@ -1,6 +1,4 @@
-"""What two models that score the same tokens say of one: perplexities, the same top token, and KL
-divergence.
-"""
+"""How far two models are apart on a text: perplexity, most probable token, KL divergence."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexgen_helm.files import count
-from flexgen_helm.report.paired import Interval, RatioOfSums, Vector
+from flexgen_helm.report.ratio_of_sums import Interval, RatioOfSums, Vector
 from flexgen_helm.terminal import table_text
 
 
@@ -97,20 +95,20 @@ def divergence_between(
             baseline,
             precision,
             len(scored.documents),
-            len(loss.changes),
+            len(loss.numerators),
             perplexity_of(scored.baseline),
             perplexity_of(scored.logprobs),
             float(np.exp(loss.value)),
             interval,
             float(scored.same_top.mean()),
-            _spread(scored.kl, scored.documents),
-            _spread(np.abs(changes), scored.documents),
+            _token_statistics(scored.kl, scored.documents),
+            _token_statistics(np.abs(changes), scored.documents),
             layers,
         )
 
 
-def _spread(values: Vector, documents: NDArray[np.int64]) -> TokenStatistics:
-    """Return the spread of values that are never negative."""
+def _token_statistics(values: Vector, documents: NDArray[np.int64]) -> TokenStatistics:
+    """Return the statistics of values that are never negative; documents: of each token."""
     mean = _by_document(values, documents)
     interval = (max(0.0, ends[0]), ends[1]) if (ends := _interval(mean)) else None
     return TokenStatistics(
@@ -119,14 +117,14 @@ def _spread(values: Vector, documents: NDArray[np.int64]) -> TokenStatistics:
 
 
 def _by_document(values: Vector, documents: NDArray[np.int64]) -> RatioOfSums:
-    """Return the sum and the number of the values of each document that has any."""
+    """Return the mean of values over tokens, as a ratio of each document's sum and count."""
     counts = np.bincount(documents).astype(np.float64)
     sums = np.bincount(documents, weights=values).astype(np.float64)
     return RatioOfSums(sums[counts > 0], counts[counts > 0])
 
 
 def _interval(mean: RatioOfSums) -> Interval | None:
-    return mean.interval() if len(mean.changes) > 1 else None
+    return mean.interval() if len(mean.numerators) > 1 else None
 
 
 def divergence_text(divergence: Divergence, entry: str = "") -> str:

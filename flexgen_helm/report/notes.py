@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
 from flexgen_helm.report.scores import RunScores, grouped
-from flexgen_helm.report.verdicts import first_names
+from flexgen_helm.report.verdicts import listed
 
 # Packages whose releases compute a run's values.
 _COMPUTING = ("flexgen-helm", "torch", "transformers")
@@ -14,13 +14,11 @@ _COMPUTING = ("flexgen-helm", "torch", "transformers")
 
 def run_notes(runs: Sequence[RunScores]) -> list[str]:
     """Return all notes, without full stops, on runs that are shown together."""
-    return [*reused_note(runs), *overlap_notes(runs), *prompt_notes(runs), *trust_notes(runs)]
+    return [*reused_notes(runs), *overlap_notes(runs), *prompt_notes(runs), *trust_notes(runs)]
 
 
-def reused_note(runs: Sequence[RunScores]) -> list[str]:
-    """Return a note, without its full stop, on throughputs measured by earlier runs; none if there
-    are none.
-    """
+def reused_notes(runs: Sequence[RunScores]) -> list[str]:
+    """Return a note, without full stop, on throughputs that earlier runs measured, if any."""
     reused, answers = sum(run.num_reused for run in runs), sum(run.num_answers for run in runs)
     note = (
         f"{reused:,} of {answers:,} answers come from earlier runs; tokens/s marked * were "
@@ -34,12 +32,14 @@ def prompt_notes(runs: Sequence[RunScores]) -> list[str]:
     without room.
     """
     notes = []
-    if len(by_way := grouped((run for run in runs if run.prompts), lambda run: run.prompts)) > 1:
+    by_prompts = grouped((run for run in runs if run.prompts), lambda run: run.prompts)
+    if len(by_prompts) > 1:
         models = {
-            way: dict.fromkeys(run.typed_model for run in group) for way, group in by_way.items()
+            prompts: ", ".join(dict.fromkeys(run.typed_model for run in group))
+            for prompts, group in by_prompts.items()
         }
-        ways = "; ".join(f"{', '.join(names)} {way}" for way, names in models.items())
-        notes.append(f"Models differ in how prompts were sent: {ways}")
+        differences = "; ".join(f"{names} {prompts}" for prompts, names in models.items())
+        notes.append(f"Models differ in how prompts were sent: {differences}")
     for run in pool_by_scenario(runs):
         of_entry = (
             f"of {run.workload.get('num_requests', run.num_answers):,} answers of {run.entry} of "
@@ -80,7 +80,7 @@ def trust_notes(runs: Sequence[RunScores]) -> list[str]:
             for entry, sample in sampled.items()
         ]
         notes.append(
-            f"Random samples of the instances: {first_names(parts)}; run without --until scores all"
+            f"Random samples of the instances: {listed(parts)}; run without --until scores all"
         )
     if (level_share := min((run.level_share for run in runs), default=1.0)) < 1:
         notes.append(

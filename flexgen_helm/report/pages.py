@@ -11,7 +11,9 @@ from urllib.parse import quote
 from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
 from flexgen_helm.report.choice import next_steps_of
-from flexgen_helm.report.comparison import FlipGroup, ModelComparison, flip_groups
+from flexgen_helm.report.comparison import ModelComparison
+from flexgen_helm.report.comparison_tables import comparison_tables, interval_scales, summary_table
+from flexgen_helm.report.flips import FlipGroup, flip_groups
 from flexgen_helm.report.notes import run_notes
 from flexgen_helm.report.pools import pool_by_scenario
 from flexgen_helm.report.scores import RunScores, grouped, precision_rank
@@ -19,6 +21,7 @@ from flexgen_helm.report.speeds import total_speeds
 from flexgen_helm.report.suite import SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.terminal import fill
+from flexgen_helm.tiers import TIER_PLACES
 
 REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
 # Columns of a terminal that text is made for.
@@ -104,7 +107,7 @@ class Page:
                 f"{section.title}\n{'=' * len(section.title)}" if len(self.sections) > 1 else ""
             )
             for table in section.tables:
-                text = tables.text(table, width)
+                text = tables.table_to_text(table, width)
                 parts.append(f"{table.title}\n{text}" if table.title else text)
             parts.append(lines(f"- {note}." for note in section.notes))
         parts.append(fill(self.legend, width))
@@ -160,7 +163,9 @@ def suite_page(report: SuiteReport) -> Page:
     """Build the page of `flexgen-helm report`."""
     sections = [
         _scores_section(report.runs),
-        Section("Throughput", _levels(report.runs, tables.throughput_table), [_COMPUTED_NOTE]),
+        Section(
+            "Throughput", _tables_by_level(report.runs, tables.throughput_table), [_COMPUTED_NOTE]
+        ),
     ]
     for name, table in tables.usage_tables(report.models).items():
         sections.append(Section(f"Time and memory of flexgen/{name}", [table], [_USAGE_NOTE]))
@@ -176,7 +181,9 @@ def suite_page(report: SuiteReport) -> Page:
 
 def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
     """Build the page of `flexgen-helm compare`."""
-    baseline, scales = models[0].baseline, _scales(models)
+    scales = interval_scales(
+        comparison for model in models for comparison in (*model.comparisons, *model.pooled)
+    )
     sections, verdicts, next_steps = [], [], []
     for model in models:
         name, has_several = f"flexgen/{model.model}", len(models) > 1
@@ -184,9 +191,9 @@ def comparison_page(models: Sequence[ModelComparison], suite: str) -> Page:
         sections.append(_comparison_section(title, model, scales))
         verdicts += [f"{name} {text}" if has_several else text for text in _verdicts(model)]
         next_steps += [f"{name}: {step}" if has_several else step for step in next_steps_of(model)]
-    facts = {"baseline": _distinct(model.base.at_rest for model in models)}
+    facts = {"baseline": _distinct(model.baseline_run.at_rest for model in models)}
     return Page(
-        f"{suite}: {baseline} and other {models[0].kind}s",
+        f"{suite}: {models[0].baseline} and other {models[0].kind}s",
         _COMPARISON_LEGEND,
         sections,
         facts | _run_facts([run for model in models for run in model.runs]),
@@ -203,7 +210,7 @@ def _of_model(runs: Sequence[RunScores]) -> str:
 
 
 def _scores_section(runs: Sequence[RunScores]) -> Section:
-    levels = _levels(runs, tables.scores_table)
+    levels = _tables_by_level(runs, tables.scores_table)
     notes = [_SCORES_NOTE, _POOLED_NOTE] if len(levels) > 1 else [_SCORES_NOTE]
     speeds = sorted(total_speeds(runs), key=lambda speed: precision_rank(speed.label))
     rates = [
@@ -216,11 +223,12 @@ def _scores_section(runs: Sequence[RunScores]) -> Section:
     return Section(f"Scores{_of_model(runs)}", levels, notes)
 
 
-def _levels(
+def _tables_by_level(
     runs: Sequence[RunScores], build: Callable[[Sequence[RunScores], bool], Table]
 ) -> list[Table]:
-    """Return a table by scenario if a scenario has several runs, and one of all runs, collapsed if
-    it is long.
+    """Return a table of all runs; where a scenario has several runs, after one of scenarios.
+
+    build: makes a table of runs, with a column for the model or without it.
     """
     show_model = len({run.model for run in runs}) > 1
     table, pooled = build(runs, show_model), pool_by_scenario(runs)
@@ -231,20 +239,14 @@ def _levels(
 
 
 def _comparison_section(title: str, model: ModelComparison, scales: Mapping[str, float]) -> Section:
-    shown = tables.comparison_tables(model, model.comparisons, scales)
+    shown = comparison_tables(model, model.comparisons, scales)
     if model.pooled:
-        pooled = tables.comparison_tables(model, model.by_scenario, scales)
+        pooled = comparison_tables(model, model.by_scenario, scales)
         shown = [replace(table, title=f"{table.title}, by scenario") for table in pooled] + [
             replace(table, title=f"{table.title}, all runs", collapsed=len(table.cells) > _MAX_ROWS)
             for table in shown
         ]
-    return Section(title, [tables.summary_table(model), *shown], model.notes)
-
-
-def _scales(models: Sequence[ModelComparison]) -> dict[str, float]:
-    return tables.interval_scales(
-        [comparison for model in models for comparison in (*model.comparisons, *model.pooled)]
-    )
+    return Section(title, [summary_table(model), *shown], model.notes)
 
 
 def _verdicts(model: ModelComparison) -> list[str]:
@@ -297,11 +299,9 @@ def _limits_text(limits: Mapping[str, Sequence[float]]) -> str:
     same.
     """
     texts = []
-    for tier, label in tables.TIER_PLACES.items():
-        ends = dict.fromkeys(
-            size(end) for end in (min(limits.get(tier, [0])), max(limits.get(tier, [0]))) if end
-        )
-        if ends:
+    for tier, label in TIER_PLACES.items():
+        values = limits.get(tier, [0])
+        if ends := dict.fromkeys(size(end) for end in (min(values), max(values)) if end):
             texts.append(f"{' to '.join(ends)} {label}")
     return ", ".join(texts)
 

@@ -84,7 +84,8 @@ def _are_disjoint(runs: Sequence[RunScores]) -> bool:
 
 
 def _sums(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up records key by key; a key that a record lacks counts as 0."""
     return {
         key: sum(record.get(key, 0) for record in records)
-        for key in dict.fromkeys(k for r in records for k in r)
+        for key in dict.fromkeys(key for record in records for key in record)
     }

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,21 +19,16 @@ from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.report.answers import (
+from flexgen_helm.report.answers import is_answered, is_choice, state_text
+from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.report.run_folder import (
     LAST_FILE,
     RUN_FILE,
-    Answer,
-    chosen_answer,
     data_set_size,
-    generated_answer,
-    is_answered,
-    is_choice,
     read_instances,
     read_settings,
     read_states,
-    state_text,
 )
-from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,14 +38,14 @@ _T = TypeVar("_T")
 _PRECISE_PERPLEXITIES = ("target_perplexity", "token_perplexity")
 _MODEL_ARGUMENT = re.compile(r"(?<=[:,])model=([^,]*),?")
 # Types of files that are no quantization.
-_FULL = ("F64", "F32", "F16", "BF16")
+_FULL_PRECISION_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class RunScores:
     """Scores of one finished run.
 
-    name: of its folder.
+    name: of the run's folder.
     scores: metric -> mean over the instances of the evaluated split, without perturbations.
     record: content of `flexgen_run.json`; empty if the run has none.
     instances: a row per scored instance, with the statistics that the scores follow from.
@@ -73,9 +68,7 @@ class RunScores:
 
     @cached_property
     def digests(self) -> dict[Any, str]:
-        """Return, for the instances of `instances` by their index, digests of what was asked; {} if
-        it is not known.
-        """
+        """Digests of what was asked, by the index of `instances`; {} if it is not known."""
         if self.parts:
             return self._joined_of_parts("digests")
         return {
@@ -91,13 +84,13 @@ class RunScores:
 
     @cached_property
     def _all_digests(self) -> dict[str, str]:
-        """Also of instances of a split that HELM does not score."""
+        """Digests by id, also of instances of a split that HELM does not score."""
         return {} if self.folder is None else read_instances(self.folder)
 
     @cached_property
     def answers(self) -> dict[Any, str]:
-        """Return the answers to the instances, as text or as the number of the chosen reference, by
-        the index of `instances`; {} if they are not known.
+        """The answers, by the index of `instances`: texts, or numbers of chosen references; {} if
+        they are not known.
         """
         if self.parts:
             return self._joined_of_parts("answers")
@@ -113,7 +106,7 @@ class RunScores:
 
     @property
     def num_ties(self) -> int:
-        """Return how many choices are ties of right and wrong ones: HELM's exact match is then a
+        """Number of choices that are ties of right and wrong ones: HELM's exact match is then a
         fraction.
         """
         if self.parts:
@@ -127,11 +120,11 @@ class RunScores:
         """Instances of the data set, of all splits; infinite if that is not known."""
         if self.parts:
             return sum(run.data_size for run in self.parts)
-        # Of a sample the folder has a part of what was asked for.
-        count = 0 if self.record.get("sample") else len(self._all_digests)
-        return (
-            data_set_size(self.folder, self.scenario, count) if self.folder else None
-        ) or math.inf
+        if self.folder is None:
+            return math.inf
+        # The folder of a sample has a part of the instances that HELM found.
+        num_instances = 0 if self.record.get("sample") else len(self._all_digests)
+        return data_set_size(self.folder, self.scenario, num_instances) or math.inf
 
     @property
     def level_share(self) -> float:
@@ -141,9 +134,7 @@ class RunScores:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return what HELM was asked to do with the instances; {} for a pool, or if it is not
-        known.
-        """
+        """What HELM was asked to do with the instances; {} for a pool, or if it is not known."""
         return {} if self.folder is None else read_settings(self.folder)
 
     @property
@@ -181,7 +172,7 @@ class RunScores:
 
     @property
     def stored(self) -> Counter[str]:
-        """Return type -> bytes of the model's files; empty if it is not known."""
+        """Type -> bytes of the model's files; empty if it is not known."""
         return Counter(self.record.get("checkpoint_bytes"))
 
     @property
@@ -191,7 +182,7 @@ class RunScores:
         """
         if self.precision != "fp16":
             return False
-        full = sum(self.stored[name] for name in _FULL)
+        full = sum(self.stored[name] for name in _FULL_PRECISION_TYPES)
         return full >= 0.99 * self.stored.total() if self.stored else None
 
     @property
@@ -249,11 +240,10 @@ class RunScores:
 
     @cached_property
     def ratios(self) -> dict[str, pd.DataFrame]:
-        """Return, for each score that follows from its instances, their `numerator` and
-        `denominator`.
+        """Numerator and denominator of each instance, by the scores that follow from instances.
 
-        HELM may aggregate a metric in another way, such as F1 over classes: then it is no function
-        of their sums.
+        HELM may aggregate a metric in another way, such as F1 over classes, which is no function of
+        their sums.
         """
         by_metric = {name: metric_ratio(name, self.instances) for name in self.scores}
         return {
@@ -311,21 +301,6 @@ def read_scores(folder: Path) -> RunScores:
     return RunScores(folder.name, scores, record, _instances_frame(per_instance, scores), folder)
 
 
-def read_answers(run: RunScores, wanted: Collection[str]) -> dict[str, Answer]:
-    """Return the answers of the instances `wanted`, by id."""
-    answers: dict[str, Answer] = {}
-    chosen = run.instances.get("predicted_index", {}) if is_choice(run.settings) else None
-    for state in () if run.folder is None else read_states(run.folder, wanted):
-        key, is_first = state["instance"]["id"], state.get("train_trial_index", 0) == 0
-        is_original = state.get("request_mode", "original") == "original"
-        is_chosen = chosen is None or (
-            is_original and state.get("reference_index") == chosen.get(key, -1)
-        )
-        if is_first and is_chosen and key not in answers:
-            answers[key] = generated_answer(state) if chosen is None else chosen_answer(state)
-    return answers
-
-
 def require_suite(suite: Path, remedy: str) -> None:
     """Raise `UsageError` where there is no folder of a suite; remedy: where no name is close."""
     if not suite.is_dir():
@@ -352,7 +327,7 @@ def read_finished_runs(suite: Path) -> list[RunScores]:
 
 
 def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
-    """Return runs, or other items, by a key, in the order in which keys first appear."""
+    """Return lists of items by key, in the order in which keys first appear."""
     groups: dict[Any, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -360,7 +335,7 @@ def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]
 
 
 def precision_rank(precision: str) -> tuple[int, str]:
-    """Sort precisions in the order in which `PRECISIONS` names them."""
+    """Return a key that sorts precisions as `PRECISIONS` does, and others by name behind them."""
     order = tuple(PRECISIONS)
     return (order.index(precision) if precision in order else len(order), precision)
 
@@ -406,7 +381,7 @@ def _instances_frame(
 
     metrics = [metric_named(name) for name in scores]
     wanted = {
-        "num_references",
+        "num_references",  # of every instance, so each has a row
         "predicted_index",
         *(name for metric in metrics for name in (metric.numerator, metric.denominator)),
     }

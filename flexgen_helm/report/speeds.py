@@ -1,8 +1,8 @@
-"""Rates of runs, and of all runs of a precision or model together."""
+"""Tokens per second of runs, and of all runs of a precision, or model, together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,9 +33,8 @@ class TotalSpeed:
         return {"precision": fields.pop("label"), **fields, "tokens_per_s": self.tokens_per_s}
 
 
-def total_speed(label: str, runs: Iterable[RunScores]) -> TotalSpeed:
+def total_speed(label: str, runs: Sequence[RunScores]) -> TotalSpeed:
     """Add up runs."""
-    runs = list(runs)
     return TotalSpeed(
         label,
         sum(run.num_scored for run in runs),

@@ -11,13 +11,8 @@ from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count, read_object
 from flexgen_helm.report.block_records import suite_totals
 from flexgen_helm.report.notes import run_notes
-from flexgen_helm.report.scores import (
-    RunScores,
-    describe_run,
-    finite,
-    read_finished_runs,
-)
-from flexgen_helm.report.verdicts import first_names
+from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs
+from flexgen_helm.report.verdicts import listed
 
 SUITE_FILE = "flexgen_suite.json"
 # HELM writes this into the folder names of our runs.
@@ -91,8 +86,7 @@ def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> l
         ],
     }
     return [
-        f"{count(len(names), 'run')} {what} ({first_names(list(map(describe_run, names)))}); "
-        f"{_RESUME}"
+        f"{count(len(names), 'run')} {what} ({listed(list(map(describe_run, names)))}); {_RESUME}"
         for what, names in missing.items()
         if names
     ]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from flexgen_helm.report.paired import (
-    LEVEL,
-    Change,
-    Interval,
-    PairedScores,
-    instances_needed,
-    margin_shown,
-    metric_named,
-)
+from flexgen_helm.report.metrics import Change, metric_named
+from flexgen_helm.report.paired import PairedScores
+from flexgen_helm.report.ratio_of_sums import LEVEL, Interval, instances_needed, margin_shown
 
 DEFAULT_MARGIN = 0.01
 
@@ -42,8 +37,8 @@ class Flips:
 class Equivalence:
     """Whether a metric is equivalent to that of the baseline.
 
-    margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to 1
-        + margin.
+    margin: differences within it are equivalent; of a perplexity, ratios from 1 / (1 + margin) to
+        1 + margin.
     p_value: of 'the difference is the margin or more'.
     needed: instances that would decide in 80 % of cases if there were no difference.
     available: instances of the data set; infinite if that is not known.
@@ -64,8 +59,10 @@ class Equivalence:
 class Comparison:
     """A metric of a run in one precision, compared with the baseline.
 
+    run: its run entry, or the name of a pool of runs.
     instances: number of instances that both precisions have; `baseline`, `value` and the rest are
         over these.
+    baseline, value: the metric in the baseline and in the precision.
     change: value - baseline (kind 'difference') or value / baseline (kind 'ratio').
     interval: 95 % interval of the change; None for one instance or a metric that is not a mean over
         them.
@@ -120,11 +117,11 @@ def equivalence(
     available: instances of the data set.
     level_share: of the level, what this test may spend; the p-value is divided by it.
     """
-    if len(paired.baseline) < 2 or not (paired.is_loss or paired.are_shares):
+    if len(paired.baseline) < 2 or not (paired.is_logprob or paired.are_in_unit_interval):
         return None
-    limit = math.log1p(margin) if paired.is_loss else margin
+    limit = math.log1p(margin) if paired.is_logprob else margin
     p_value = min(1.0, paired.equivalence_p_value(limit) / level_share)
-    variance, furthest = paired.loss.spread
+    variance, furthest = paired.decline.variance, paired.decline.furthest_unseen
     needed = instances_needed(variance, limit, furthest)
     most = available if available < math.inf else len(paired.baseline)
     return Equivalence(margin, p_value, needed, available, margin_shown(most, variance, furthest))
@@ -143,14 +140,14 @@ def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comp
     elif p_value <= LEVEL:
         decision = "worse" if comparison.is_worse else "better"
     verdict = replace(verdict, p_value=equivalence_p, decision=decision)
-    verdict = replace(verdict, text=_text(comparison, verdict))
+    verdict = replace(verdict, text=_verdict_text(comparison, verdict))
     return replace(
         comparison, p_value=None if comparison.p_value is None else p_value, equivalence=verdict
     )
 
 
-def _text(comparison: Comparison, verdict: Equivalence) -> str:
-    within = _within(verdict.margin, comparison)
+def _verdict_text(comparison: Comparison, verdict: Equivalence) -> str:
+    within = f"{100 * verdict.margin:g} {'%' if comparison.flips is None else 'pp'}"
     if verdict.decision == "equivalent":
         return f"equivalent within {within}"
     if verdict.decision != "not decided":
@@ -177,7 +174,10 @@ def _text(comparison: Comparison, verdict: Equivalence) -> str:
 
 
 def advice(judged: Sequence[Comparison]) -> list[str]:
-    """Return what would decide those that are not decided, as far as the data sets have it."""
+    """Return what would decide those that are not decided, as far as the data sets have it.
+
+    Of a run with several comparisons, the one that needs most counts.
+    """
     more: dict[str, int] = {}
     exhausted: dict[str, float] = {}
     for comparison in judged:
@@ -197,35 +197,29 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
             )
     sentences = []
     if more:
-        what = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
+        what = listed([f"{run} with -m {needed}" for run, needed in more.items()])
         sentences.append(f"run {what}; stored answers are not computed again")
-    if shown := {
+    if margins := {
         run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49
     }:
-        what = first_names([f"--margin {margin} for {run}" for run, margin in shown.items()])
+        what = listed([f"--margin {margin} for {run}" for run, margin in margins.items()])
         sentences.append(f"take {what}, the least that all of the data can show, or add other data")
-    if none := [run for run in exhausted if run not in shown]:
+    if too_small := [run for run in exhausted if run not in margins]:
         sentences.append(
-            f"add other data to {first_names(none)}: all of it is too little for any --margin"
+            f"add other data to {listed(too_small)}: all of it is too little for any --margin"
         )
     return sentences
 
 
-def _within(margin: float, comparison: Comparison) -> str:
-    return f"{100 * margin:g}{' pp' if comparison.flips is not None else ' %'}"
-
-
 def _rounded_up(number: int) -> int:
-    """To two digits."""
+    """Round up to two digits."""
     step = 10 ** max(0, len(str(number)) - 2)
     return math.ceil(number / step) * step
 
 
 def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquivalence:
-    """Judge a precision over its run entries; judged: one decided comparison of each entry, of at
-    least one.
-    """
-    names: dict[str, list[str]] = {"equivalent": [], "worse": [], "better": [], "not decided": []}
+    """Judge a precision over its run entries; judged: one decided comparison of each, not empty."""
+    names = defaultdict[Decision, list[str]](list)
     for comparison in judged:
         if comparison.equivalence:
             names[comparison.equivalence.decision].append(comparison.run)
@@ -239,12 +233,12 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
     elif len(entries) == 1:
         text = f"{judged[0].equivalence.text if judged[0].equivalence else ''} ({entries[0]})"
     elif worse:
-        text = f"worse in {len(worse):,} {of_all}: {first_names(worse)}"
+        text = f"worse in {len(worse):,} {of_all}: {listed(worse)}"
     elif undecided := names["not decided"]:
-        text = f"too few questions to tell in {len(undecided):,} {of_all}: {first_names(undecided)}"
+        text = f"too few questions to tell in {len(undecided):,} {of_all}: {listed(undecided)}"
         text += f"; equivalent in {len(equal):,}" if equal else ""
     else:
-        text = f"better in {first_names(names['better'])}"
+        text = f"better in {listed(names['better'])}"
         text += ", and equivalent elsewhere" if equal else ""
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
@@ -263,6 +257,6 @@ def hochberg(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def first_names(names: Sequence[str], most: int = 5) -> str:
-    """List at most so many names, and say how many more there are."""
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, at most so many, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

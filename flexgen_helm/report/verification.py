@@ -1,6 +1,4 @@
-"""Answers that are computed again to check others: how they are compared, what a sample says, and
-bundles of them.
-"""
+"""Recorded answers that are checked: how they are drawn and compared, and what a sample says."""
 
 from __future__ import annotations
 
@@ -12,24 +10,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
 from flexgen_helm.checkpoint.system_errors import system_error
-from flexgen_helm.errors import FlexgenError, RequestError, UsageError
-from flexgen_helm.files import size
-from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
-from flexgen_helm.response_cache import decode_result, encode_result
+from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.request import Cost, GenerationResult
+from flexgen_helm.response_cache import encode_result
 
 T = TypeVar("T")
 CONFIDENCE = 0.95
-_LIMIT = 1 << 28
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is recorded of a run, as `flexgen_run.json` has it."""
+    """The run that answers are from, as `flexgen_run.json` describes it."""
 
     model: str
     precision: str
@@ -44,8 +40,10 @@ class Source:
 
 @dataclass
 class ScoreCheck:
-    """What a comparison of scores found: sentences on what differs, and on what could not be
-    compared.
+    """What a comparison of scores found, in sentences.
+
+    differences: what is not as recorded.
+    unchecked: what could not be compared, and why.
     """
 
     differences: list[str] = field(default_factory=list)
@@ -59,10 +57,11 @@ class RecordedAnswer(NamedTuple):
     """An answer in a file, of one request or several.
 
     name: no two answers of a file have the same.
-    recorded: what is compared, as values of JSON. has_sums: its numbers are sums of
-        log-probabilities.
-    recompute: returns the same as a service answers for a model; is given both.
-    number: among all answers. source: index of its run.
+    recorded: what is compared, as values of JSON.
+    recompute: called with a service and a model; returns what to compare with `recorded`.
+    has_sums: numbers of `recorded` are sums of log-probabilities.
+    number: among the answers of all files.
+    source: index of its file.
     """
 
     name: str
@@ -73,12 +72,14 @@ class RecordedAnswer(NamedTuple):
     source: int = 0
 
 
-class Recorded(NamedTuple):
-    """Answers that some may be drawn from.
+class AnswerFile(NamedTuple):
+    """A file with recorded answers.
 
-    path: the file that has them. command: what wrote it. record: what it says of the run.
-    check_scores: compares its scores with those of its answers, for the model as it is here; None
-        without scores.
+    command: of `flexgen-helm`, that wrote the file.
+    record: of the run, with the fields of `Source`.
+    read: returns the answers.
+    check_scores: called with the model as it is here; compares the file's scores with those of its
+        answers. None without scores.
     """
 
     path: Path
@@ -98,44 +99,19 @@ class Recorded(NamedTuple):
             raise FlexgenError(f"{self.path} cannot be read ({one_line(error)}); {again}") from None
 
 
-@dataclass(frozen=True)
-class BundledAnswer:
-    """The requests of an answer in token ids, and their results (`plain_result`).
-
-    source: index of the run in `SampleManifest.sources`. number: among all answers of the suite or
-        file.
-    """
-
-    source: int
-    number: int
-    name: str
-    requests: Sequence[GenerationRequest]
-    results: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class SampleManifest:
-    """What a sample was drawn from.
-
-    population: answers of the suite or file.
-    """
-
-    suite: str
-    population: int
-    seed: int
-    sources: list[Source]
-    format: Literal[2] = 2
-
-
 class Drawn(NamedTuple):
-    """Answers that were drawn, in order; sources: the runs; population: of how many answers."""
+    """Answers that were drawn, in order.
+
+    sources: the runs of all files.
+    population: number of answers in all files.
+    """
 
     sources: list[Source]
     answers: list[RecordedAnswer]
     population: int
 
 
-def draw(recorded: Sequence[Recorded], sample: str | None, seed: int) -> Drawn:
+def draw(recorded: Sequence[AnswerFile], sample: str | None, seed: int) -> Drawn:
     """Draw answers at random, without replacement; sample: as of `sample_size`.
 
     Raises `FlexgenError` for a file that is damaged, has an answer twice or no record of its run,
@@ -165,8 +141,8 @@ def draw(recorded: Sequence[Recorded], sample: str | None, seed: int) -> Drawn:
     }
     for index, source in enumerate(sources):
         if source.hardware is None and source.fingerprint in known:
-            hardware, bits = known[source.fingerprint]
-            sources[index] = replace(source, hardware=hardware, batch_invariant=bits)
+            hardware, batch_invariant = known[source.fingerprint]
+            sources[index] = replace(source, hardware=hardware, batch_invariant=batch_invariant)
     return Drawn(sources, drawn, len(answers))
 
 
@@ -177,7 +153,7 @@ def drawn_numbers(seed: int, population: int, size: int) -> list[int]:
     return sorted(np.random.default_rng(seed).choice(population, size, replace=False).tolist())
 
 
-def _source(part: Recorded) -> Source:
+def _source(part: AnswerFile) -> Source:
     values = {field.name: part.record.get(field.name) for field in fields(Source)}
     try:
         return TypeAdapter(Source).validate_python(values)
@@ -191,10 +167,11 @@ def _source(part: Recorded) -> Source:
 def compare_answers(
     recorded: Any, computed: Any, tolerance: float, has_sums: bool = False
 ) -> tuple[list[tuple[str, Any, Any]], float]:
-    """Return what differs of two values of JSON (where it is, and both), and the largest difference
-    of two numbers.
+    """Return where two values of JSON differ, with both values, and the largest difference of two
+    numbers.
 
-    has_sums: differences are parts of the recorded number where that is above 1.
+    tolerance: of numbers.
+    has_sums: a difference is relative to the recorded number where that is above 1.
     """
     differences, largest = [], 0.0
     before, after = dict(leaves(recorded)), dict(leaves(computed))
@@ -211,8 +188,8 @@ def compare_answers(
 
 
 def disagreements(name: str, recorded: Any, again: Any, tolerance: float = 0.0) -> list[str]:
-    """Return a sentence on a part in which what is recorded is not what was made again, if there is
-    one.
+    """Return one sentence on the first difference of two values, or none; parameters: as of
+    `compare_answers`.
     """
     differences = compare_answers(recorded, again, tolerance, has_sums=True)[0]
     if not differences:
@@ -235,9 +212,7 @@ def short(value: object, most: int = 90) -> str:
 
 
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield where in a value of JSON something is that has no parts, and what; an empty list is
-    such.
-    """
+    """Yield path and value of each leaf of a value of JSON; an empty list is a leaf."""
     if isinstance(value, list | tuple) and value:
         for index, part in enumerate(value):
             yield from leaves(part, f"{where}[{index}]")
@@ -278,70 +253,3 @@ def upper_bound(differing: int, drawn: int, population: int) -> float:
 def share_above(share: float) -> str:
     """Return a share in percent, rounded up to two digits."""
     return f"{Context(2, ROUND_CEILING).create_decimal(100 * share):f} %"
-
-
-# Bundles: lines of JSON, the manifest first, compressed by Zstandard.
-
-
-def packed_bundle(manifest: SampleManifest, drawn: Sequence[BundledAnswer]) -> bytes:
-    """Return the content of a bundle. Raises `FlexgenError` for one that would be too large to
-    read.
-    """
-    import zstandard
-
-    lines = (json.dumps(record, default=vars, allow_nan=False) for record in (manifest, *drawn))
-    content = "\n".join(lines).encode()
-    if len(content) > _LIMIT:
-        raise FlexgenError(
-            f"the bundle would have {size(len(content))}, and may have {size(_LIMIT)} at most"
-        )
-    return zstandard.ZstdCompressor(write_checksum=True).compress(content)
-
-
-def read_bundle(path: Path) -> tuple[SampleManifest, list[BundledAnswer]]:
-    """Return the manifest and the answers of a bundle. Raises `FlexgenError` for what
-    `packed_bundle` does not make.
-
-    Nothing is written to the disk, and no more is decompressed than a bundle may have.
-    """
-    import zstandard
-
-    packed = path.read_bytes()
-    try:
-        if not 0 < zstandard.frame_content_size(packed) <= _LIMIT:
-            raise ValueError(f"it says nothing of its size, or has more than {size(_LIMIT)}")
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        # No more than it says; a frame that is cut has less.
-        content, _ = zstandard.ZstdDecompressor().decompress(packed), frame.decompress(packed)
-        if frame.unused_data:
-            raise ValueError(f"{len(frame.unused_data):,} bytes lie behind its end")
-        first, *lines = content.split(b"\n")
-        manifest = TypeAdapter(SampleManifest).validate_json(first, strict=True)
-        drawn = [TypeAdapter(BundledAnswer).validate_json(line, strict=True) for line in lines]
-        for answer in drawn:
-            for request in answer.requests:
-                request.validate()
-            for result in answer.results:
-                decode_result(json.dumps(result))
-            is_known = 0 <= answer.source < len(manifest.sources)
-            if not is_known or not 0 < len(answer.requests) == len(answer.results):
-                raise ValueError(f"{answer.name[:60]!r} contradicts itself or the first line")
-        if not manifest.suite.isprintable():
-            raise ValueError(f"no suite is named {short(manifest.suite)}")
-        if [answer.number for answer in drawn] != drawn_numbers(
-            manifest.seed, manifest.population, len(drawn)
-        ):
-            raise ValueError(
-                f"its {len(drawn):,} answers are not those that seed {manifest.seed} draws of "
-                f"{manifest.population:,}"
-            )
-        return manifest, drawn
-    except (ValueError, RequestError, zstandard.ZstdError) as error:
-        hint = (
-            "; answers of flexgen-helm batch need --requests, and of lm-eval the file is "
-            "results_….json"
-        )
-        hint = "" if packed.startswith(zstandard.FRAME_HEADER) else hint
-        raise FlexgenError(
-            f"{path} is no bundle as verify writes it: {one_line(error)}{hint}"
-        ) from None

@@ -12,7 +12,7 @@ import pytest
 from flexgen_helm import Engine, cli
 from flexgen_helm.cli.divergence import say_perplexity
 from flexgen_helm.engine.divergence import ComparedPrompts
-from flexgen_helm.plugin import run_answers
+from flexgen_helm.plugin import compared_prompts
 from tests.helpers.suites import accuracies, write_run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and runs. " * 20
@@ -87,7 +87,7 @@ def test_a_run_entry_without_a_token_is_left_out_and_named(tiny, tmp_path, monke
         ),
         "silent": ComparedPrompts([], [], []),
     }
-    monkeypatch.setattr(run_answers, "read_compared_prompts", lambda run: compared[run.entry])
+    monkeypatch.setattr(compared_prompts, "read_compared_prompts", lambda run: compared[run.entry])
     for entry in compared:
         write_run(
             tmp_path / "runs" / "s",

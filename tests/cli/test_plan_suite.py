@@ -15,7 +15,7 @@ from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.suite_plan import suite_workload
-from flexgen_helm.report.paired import instances_needed
+from flexgen_helm.report.ratio_of_sums import instances_needed
 from flexgen_helm.service.models import ModelArguments
 
 MACHINE = [

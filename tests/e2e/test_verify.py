@@ -15,7 +15,8 @@ import pytest
 from flexgen_helm.cli import main
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.opening import fingerprint_elsewhere
-from flexgen_helm.report.verification import drawn_numbers, packed_bundle, read_bundle
+from flexgen_helm.report.bundles import packed_bundle, read_bundle
+from flexgen_helm.report.verification import drawn_numbers
 from tests.helpers.chat_models import CHATML
 from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data
 from tests.helpers.real_runs import flexgen_helm, pass_answers, run_suite

@@ -234,16 +234,16 @@ def install(adds_bos: bool = False) -> None:
 
 def limit_blocks(blocks: int) -> None:
     """Have `run --until` end after so many blocks of a fixed size, whatever its clock says."""
-    from flexgen_helm.plugin import samples
+    from flexgen_helm.plugin import sample_blocks
 
     calls = 0
 
-    def block(work: Sequence[int], measured: object, left_s: float) -> int | None:
+    def block(block_sizes: Sequence[int], measured: object, left_s: float) -> int | None:
         nonlocal calls
         calls += 1
-        return None if calls > blocks else min(5, len(work) - 1)
+        return None if calls > blocks else min(5, len(block_sizes) - 1)
 
-    samples.largest_block = block
+    sample_blocks.largest_block = block
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ from flexgen_helm.plugin.client import FlexgenClient
 from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.failures import exit_code_of, explain_failure
 from flexgen_helm.plugin.model_settings import ModelSettings
+from flexgen_helm.plugin.submission import submission_of
 from flexgen_helm.service.models import ModelReader
 from tests.helpers.fake_engine import POISON, FakeLoader, fake_context
 from tests.helpers.paths import ROOT
@@ -100,7 +101,7 @@ def test_a_client_whose_model_cannot_be_read_fails_at_once(use_context):
 )
 def test_nothing_is_submitted_where_nothing_is_ours(engines, tmp_path, changes, deployment):
     executor = Executor(execution(tmp_path, **changes))
-    assert helm_patches.prepare_run(executor, state(request("a"), deployment=deployment)) is None
+    assert submission_of(executor, state(request("a"), deployment=deployment)) is None
     assert engines == []
 
 

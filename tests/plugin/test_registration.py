@@ -42,7 +42,11 @@ def test_two_runs_that_start_at_once_keep_each_others_entries(
         deployment_files, "replace_text", lambda *given: (time.sleep(0.01), write(*given))
     )
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: deployment_files.merge(tmp_path, [f"flexgen/{name}"]), names))
+        list(
+            pool.map(
+                lambda name: deployment_files.add_entries(tmp_path, [f"flexgen/{name}"]), names
+            )
+        )
     written = yaml.safe_load((tmp_path / "model_deployments.yaml").read_text())["model_deployments"]
     assert sorted(entry["name"] for entry in written) == [f"flexgen/{name}" for name in names]
 
@@ -202,7 +206,7 @@ from helm.benchmark.tokenizer_config_registry import get_tokenizer_config
 register_configs_from_directory("prod_env")
 load_entry_point_plugins()
 from flexgen_helm.plugin import deployment_files
-deployment_files.merge(Path("prod_env"), sys.argv[1:])
+deployment_files.add_entries(Path("prod_env"), sys.argv[1:])
 print(json.dumps([[get_model_deployment(name).max_request_length, get_tokenizer_config(name).end_of_text_token,
                    get_model_metadata(name).num_parameters] for name in sys.argv[1:]]))
 """
@@ -274,7 +278,7 @@ def test_a_users_file_keeps_what_it_has(tiny, tmp_path, own_models, content, beg
     own_models(own=str(tiny("llama").path))
     path = tmp_path / "model_deployments.yaml"
     path.write_bytes(content)
-    deployment_files.merge(tmp_path, ["flexgen/own"])
+    deployment_files.add_entries(tmp_path, ["flexgen/own"])
     assert path.read_bytes().startswith(begins)
     if names is None:
         assert path.read_bytes() == content

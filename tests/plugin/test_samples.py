@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flexgen_helm.plugin.samples import (
+from flexgen_helm.plugin.sample_blocks import (
     LOOKS,
     joining_shares,
     largest_block,
     largest_sample,
     possible_shares,
 )
-from flexgen_helm.plugin.sampling import ComputedPart, SuiteSample
-from flexgen_helm.report.paired import PairedScores, metric_named
+from flexgen_helm.plugin.suite_sample import ComputedPart, SuiteSample
+from flexgen_helm.report.metrics import metric_named
+from flexgen_helm.report.paired import PairedScores
 
 INSTANCES = 600
 

@@ -20,7 +20,7 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.system_errors import explain, system_error
 from flexgen_helm.errors import CheckpointError, UnprovedModelError
-from flexgen_helm.report.verification import Recorded
+from flexgen_helm.report.verification import AnswerFile
 from tests.checkpoint.test_convert import write_pickled
 from tests.helpers.shares import IS_WHOLE
 from tests.helpers.suites import accuracies, write_run, write_totals
@@ -175,5 +175,5 @@ def test_advice_that_does_not_help_is_not_given(number):
         raise system
 
     with pytest.raises(OSError) as caught:
-        Recorded(Path("/a/file"), "run", {}, read).reading(read)
+        AnswerFile(Path("/a/file"), "run", {}, read).reading(read)
     assert caught.value is system

@@ -14,13 +14,13 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.errors import UsageError
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.tables import (
+from flexgen_helm.report.comparison_tables import (
     comparison_tables,
     comparison_to_json,
     interval_scales,
     summary_table,
 )
+from flexgen_helm.report.pages import comparison_page
 from tests.helpers.suites import accuracies, write_run
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.report.answers import read_instances, read_states
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.pages import scores_page, suite_page
 from flexgen_helm.report.pools import pool_by_scenario
+from flexgen_helm.report.run_folder import read_instances, read_states
 from flexgen_helm.report.scores import read_finished_runs
 from flexgen_helm.report.suite import read_suite
 from tests.helpers.suites import accuracies, request_state, write_run

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from flexgen_helm import cli
-from flexgen_helm.report.comparison import compare_runs, compare_suite, flip_groups
+from flexgen_helm.report.comparison import compare_runs, compare_suite
+from flexgen_helm.report.flips import flip_groups, read_answers
 from flexgen_helm.report.pages import comparison_page
-from flexgen_helm.report.scores import read_answers, read_finished_runs
+from flexgen_helm.report.scores import read_finished_runs
 from tests.helpers.suites import accuracies, request_state, write_run
 
 HOSTILE = '<script>alert("1")</script> & </pre></details> {{ 7 * 7 }} \u202e'

@@ -41,7 +41,11 @@ def test_a_full_precision_baseline_bears_verdicts_on_other_models(tmp_path):
     write(tmp_path, "base", FULL)
     write(tmp_path, "base-q4", Q4_1)
     texts, model = verdicts(tmp_path, "base")
-    assert texts == {"base-q4": NOTHING_LACKS} and not model.remedy and model.base.is_full_precision
+    assert (
+        texts == {"base-q4": NOTHING_LACKS}
+        and not model.remedy
+        and model.baseline_run.is_full_precision
+    )
     page = comparison_page([model], "s")
     assert (
         page.facts["baseline"] == "flexgen/base in fp16; at rest 99 % BF16, 1 % F32"
@@ -74,10 +78,10 @@ def test_full_precision_is_16_bits_at_rest_and_in_use(tmp_path, stored, precisio
     write(tmp_path, "b", FULL)
     name = "a" if precision == "fp16" else f"a-{precision}"
     texts, model = verdicts(tmp_path, name)
-    assert model.base.is_full_precision is full
+    assert model.baseline_run.is_full_precision is full
     # Nothing is claimed of records that do not say it.
     assert texts["b"] == (INCONCLUSIVE if full is False else NOTHING_LACKS)
-    assert ("of unknown types" in model.base.at_rest) == (not stored)
+    assert ("of unknown types" in model.baseline_run.at_rest) == (not stored)
 
 
 def test_without_a_full_precision_model_the_page_says_how_to_add_one(tmp_path, capsys):

@@ -15,7 +15,8 @@ import pytest
 import scipy.stats
 
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.notes import reused_note
+from flexgen_helm.report.comparison_tables import comparison_to_json
+from flexgen_helm.report.notes import reused_notes
 from flexgen_helm.report.pages import (
     TEXT_WIDTH,
     Page,
@@ -26,7 +27,7 @@ from flexgen_helm.report.pages import (
 )
 from flexgen_helm.report.scores import read_finished_runs, read_scores
 from flexgen_helm.report.suite import read_suite, suite_to_json
-from flexgen_helm.report.tables import Table, comparison_to_json
+from flexgen_helm.report.tables import Table
 from flexgen_helm.request import Cost
 from tests.helpers.suites import accuracies, add_record, write_mmlu, write_run, write_totals
 
@@ -219,7 +220,7 @@ def test_throughput_of_an_earlier_run_is_noted(suite):
     record = {**record, "num_reused": 3, "workload": {**record["workload"], "num_unique": 3}}
     (folders[1] / "flexgen_run.json").write_text(json.dumps(record))
     runs = [read_scores(folder) for folder in folders]
-    note = f"{reused_note(runs)[0]}."
+    note = f"{reused_notes(runs)[0]}."
     assert note.startswith("3 of 15 answers come from earlier runs; tokens/s")
     assert note.endswith("(--disable-cache measures again).")
     text = " ".join(scores_page(suite, runs).to_text().split())

@@ -14,13 +14,9 @@ from scipy.stats import binom, binomtest
 
 from flexgen_helm import cli
 from flexgen_helm.report.comparison import compare_suite
-from flexgen_helm.report.paired import (
-    PairedScores,
-    RatioOfSums,
-    instances_needed,
-    margin_shown,
-    metric_named,
-)
+from flexgen_helm.report.metrics import metric_named
+from flexgen_helm.report.paired import PairedScores
+from flexgen_helm.report.ratio_of_sums import RatioOfSums, instances_needed, margin_shown
 from flexgen_helm.report.verdicts import (
     Comparison,
     Flips,
@@ -93,7 +89,7 @@ def test_of_right_and_wrong_answers_it_is_mcnemars_test(lost, won):
     """Whatever the number of answers that stay as they are."""
     exact = binomtest(lost, lost + won, alternative="greater").pvalue
     for count in (lost + won, 5000):
-        assert exact <= shares(lost, won, count).reversed.p_value(0.0) <= 1.025 * exact
+        assert exact <= shares(lost, won, count).negated.p_value(0.0) <= 1.025 * exact
     paired = answers(lost, won, 5000)
     assert paired.p_value() == pytest.approx(min(1.0, 2 * exact), rel=0.025)
 
@@ -115,16 +111,16 @@ def test_it_is_that_of_random_weights_and_one_document_more(unseen):
     draw = np.random.default_rng(0)
     weights = draw.integers(1, 9, 40).astype(float)
     change = RatioOfSums(weights * (draw.exponential(size=40) ** 2 - 1), weights, unseen)
-    size = change.value + 1.6 * abs(change.changes - change.value * weights).max() / weights.mean()
+    size = change.value + 1.6 * abs(change.numerators - change.value * weights).max() / weights.mean()
     size = min(max(size, unseen[0]), unseen[1])
     exponentials = draw.exponential(size=(200_000, 41))
     for limit in (change.value + 0.3, change.value + 1.0):
-        excess = [*(change.changes - limit * weights), (size - limit) * weights.mean()]
+        excess = [*(change.numerators - limit * weights), (size - limit) * weights.mean()]
         drawn = (exponentials @ excess > 0).mean()
         assert change.p_value(limit) == pytest.approx(drawn, abs=0.003, rel=0.03)
     low, high = change.interval()
     assert change.p_value(high) == pytest.approx(0.025, rel=1e-3)
-    assert change.reversed.p_value(-low) == pytest.approx(0.025, rel=1e-3)
+    assert change.negated.p_value(-low) == pytest.approx(0.025, rel=1e-3)
 
 
 def test_no_change_among_few_is_not_no_change():
@@ -182,10 +178,10 @@ def judged(paired, margin=0.01, **more):
         equivalence(paired, margin, **{"available": math.inf, **more}),
         paired.p_value(),
     )
-    flips = None if paired.is_loss else Flips(paired.lost, paired.won)
+    flips = None if paired.is_logprob else Flips(paired.lost, paired.won)
     values = paired.values
     one = Comparison(
-        "a", paired.metric.numerator if not paired.is_loss else "target_perplexity", "4bit",
+        "a", paired.metric.numerator if not paired.is_logprob else "target_perplexity", "4bit",
         len(paired.baseline),
         *values, paired.metric.change, paired.metric.change_between(*values[::-1]), paired.interval(), p_value, flips,
         verdict,

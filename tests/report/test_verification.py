@@ -14,19 +14,16 @@ import pytest
 import zstandard
 
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.report import verification
+from flexgen_helm.report import bundles
+from flexgen_helm.report.bundles import BundledAnswer, SampleManifest, packed_bundle, read_bundle
 from flexgen_helm.report.verification import (
-    BundledAnswer,
-    Recorded,
+    AnswerFile,
     RecordedAnswer,
-    SampleManifest,
     Source,
     compare_answers,
     draw,
     drawn_numbers,
-    packed_bundle,
     plain_result,
-    read_bundle,
     sample_size,
     share_above,
     upper_bound,
@@ -205,7 +202,7 @@ def test_bytes_that_are_lost_changed_or_behind_the_end(tmp_path, change):
 
 
 def test_a_name_twice_is_refused():
-    twice = Recorded(
+    twice = AnswerFile(
         Path("b"), "verify", vars(MANIFEST.sources[0]), [RecordedAnswer("x", [], print)].copy
     )
     with pytest.raises(FlexgenError, match="1 answers are there more than once: 'x'"):
@@ -250,6 +247,6 @@ def test_content_of_another_form_ends_in_a_sentence(tmp_path, name):
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "_LIMIT", 100)
+    monkeypatch.setattr(bundles, "_MAX_BYTES", 100)
     with pytest.raises(FlexgenError, match="the bundle would have"):
         (tmp_path / "b.zst").write_bytes(packed_bundle(MANIFEST, DRAWN))

@@ -13,8 +13,14 @@ from typing import NamedTuple
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.plugin.convert import Submission
-from flexgen_helm.plugin.samples import LOOKS, SEED, joining_shares, largest_sample, possible_shares
+from flexgen_helm.plugin.sample_blocks import (
+    LOOKS,
+    SEED,
+    joining_shares,
+    largest_sample,
+    possible_shares,
+)
+from flexgen_helm.plugin.submission import Submission
 from flexgen_helm.plugin.usage import HelmRun
 from flexgen_helm.report.comparison import compare_suite
 from flexgen_helm.report.scores import entry_of
@@ -23,7 +29,11 @@ from flexgen_helm.service.service import SubmittedBlock
 
 
 class ComputedPart(NamedTuple):
-    """Requests that were computed together; load_s: seconds that the first model took to load."""
+    """Requests that were computed together.
+
+    load_s: seconds that the first model took to load.
+    blocks: one per run.
+    """
 
     load_s: float
     blocks: Sequence[SubmittedBlock]
@@ -153,7 +163,7 @@ def all_decided(suite: Path, baseline: str, margin: float) -> bool:
             pair
             for model in compare_suite(suite, baseline, margin)
             for precision in model.verdicts
-            for pair in model.judged(precision)
+            for pair in model.main_comparisons(precision)
         ]
         decisions = {pair.equivalence.decision for pair in pairs if pair.equivalence is not None}
     return bool(decisions) and decisions <= {"equivalent", "worse", "better"}

@@ -15,9 +15,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
-# Of the instances' order.
+# Of the random order of instances.
 SEED = 0
-# Shares at which a sample may end: of so many instances more than at the one before.
+# Ratio of neighbouring shares at which a sample may end.
 _STEP = 1.1
 # Shares at which a suite is looked at that ends when its pairs are decided.
 LOOKS = [2.0**-halvings for halvings in range(5, -1, -1)]
@@ -26,19 +26,20 @@ _GROWTH = 8
 # A block begins if so many times its predicted seconds are left, and more after a small one:
 # answers differ in length.
 _CAUTION = 1.25
-# Least seconds of a further request, of the mean ones of the last block: two measured blocks say
-# little of more.
+# Least seconds of a further request, in means of the last block: two measured blocks say little of
+# a larger one.
 _LEAST_SLOPE = 0.3
 
 
 def joining_shares(
     entry: str, instances: Iterable[tuple[str, str | None]], seed: int = SEED
 ) -> dict[str, float]:
-    """Return, by the id of each instance, the share above which a sample of the entry has it; the
-    first one's is 0.
+    """Return id -> joining share: a sample of the entry with a larger share has the instance.
+
+    That of the first instance is 0. Instances are ordered by digests, so in the same way for every
+    model.
 
     instances: id and split of each. Splits are drawn apart, because HELM scores one of them.
-    The order is that of digests, so it is the same for every model.
     """
     splits: dict[str | None, list[str]] = {}
     for key, split in dict.fromkeys(instances):
@@ -60,21 +61,25 @@ def largest_sample(
     requests: Iterable[float], shares: Sequence[float], left_s: Callable[[], float],
     compute: Callable[[float, float], float | None], one_by_one: bool = False,
 ) -> float:  # fmt: skip
-    """Compute blocks while one more is predicted to end in time; return the share of the sample, 0
-    for none.
+    """Compute blocks while one more is predicted to end in time; return the share of the sample.
 
-    requests: the joining share of each. shares: at which the sample may end, or with `one_by_one`
-        each block.
+    It is 0 where no block ended.
+
+    requests: the joining share of each.
+    shares: those at which the sample may end, ascending.
+    left_s: returns the seconds that are left.
     compute: computes the requests from one share to another; returns its seconds, None if most
-        answers were stored.
-        Raises `TimeoutError` if the time is up before the first block ends; later ones are
-        finished.
+        answers were stored. Raises `TimeoutError` if the time is up before the first block ends;
+        later ones are finished.
+    one_by_one: a block ends at the next share, not at the largest one that is possible.
     """
     ordered, measured, joined = sorted(requests), list[tuple[int, float]](), 0.0
     while larger := [share for share in shares if share > joined]:
         candidates = larger[:1] if one_by_one else larger
-        work = [bisect_left(ordered, share) - bisect_left(ordered, joined) for share in candidates]
-        index = largest_block(work, measured, left_s())
+        block_sizes = [
+            bisect_left(ordered, share) - bisect_left(ordered, joined) for share in candidates
+        ]
+        index = largest_block(block_sizes, measured, left_s())
         if index is None:
             break
         try:
@@ -83,17 +88,17 @@ def largest_sample(
             break
         joined = larger[index]
         if seconds is not None:
-            measured.append((work[index], seconds))
+            measured.append((block_sizes[index], seconds))
     return joined
 
 
 def largest_block(
-    work: Sequence[int], measured: Sequence[tuple[int, float]], left_s: float
+    block_sizes: Sequence[int], measured: Sequence[tuple[int, float]], left_s: float
 ) -> int | None:
     """Return the index of the largest block that is predicted to end in time; None if none is.
 
-    work: requests of each possible block, ascending. measured: requests and seconds of earlier
-        blocks; without any, it is the smallest block.
+    block_sizes: requests of each possible block, ascending.
+    measured: requests and seconds of earlier blocks; without any, it is the smallest block.
     """
     if left_s <= 0:
         return None
@@ -108,8 +113,8 @@ def largest_block(
     caution = _CAUTION + requests**-0.5
     fits = [
         index
-        for index, more_requests in enumerate(work)
-        if more_requests <= max(_GROWTH * requests, work[0])
-        and caution * (seconds + slope * (more_requests - requests)) <= left_s
+        for index, size in enumerate(block_sizes)
+        if size <= max(_GROWTH * requests, block_sizes[0])
+        and caution * (seconds + slope * (size - requests)) <= left_s
     ]
     return max(fits, default=None)

@@ -1,4 +1,4 @@
-"""The requests of a finished run in token ids, with the answers that they got.
+"""The requests of a finished run in token ids, with their answers, for models to be compared on.
 
 HELM's file of a run has texts. The response cache has token ids, under the keys of the requests. A
 result is taken only if it is what the file says, to the last digit.
@@ -6,12 +6,8 @@ result is taken only if it is what the file says, to the last digit.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from helm.common.request import Request
@@ -19,24 +15,21 @@ from helm.common.request import Request
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.engine.divergence import ComparedPrompts
-from flexgen_helm.errors import FlexgenError, UsageError
+from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import (
     HelmRequest,
     PlainTextRequest,
+    parse_request,
     to_helm_request,
-    to_request,
     to_request_result,
 )
-from flexgen_helm.plugin.run_scores import check_scores, state_name
-from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE, read_states
-from flexgen_helm.report.scores import RunScores, read_finished_runs
-from flexgen_helm.report.verification import Recorded, RecordedAnswer
+from flexgen_helm.report.run_folder import read_states
+from flexgen_helm.report.scores import RunScores
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 from flexgen_helm.service.models import ModelArguments, PromptEncoder
-from flexgen_helm.service.service import Service
 
 
 def read_compared_prompts(run: RunScores) -> ComparedPrompts:
@@ -85,7 +78,7 @@ def _stored_results(
     if not path.exists():
         return {}
     stored = {}
-    requests = [to_request(state["request"], _request_class(run)) for state in states]
+    requests = [recorded_request(run, state) for state in states]
     converted = [to_helm_request(request, model, models) for request in requests]
     with closing(ResponseCache(path)) as cache:
         results = cache.get_many([helm_request.key for helm_request in converted])
@@ -103,11 +96,12 @@ def _stored_results(
     return stored
 
 
-def _request_class(run: RunScores) -> type[Request]:
-    """Return the class of a run's requests: they go through the template, or the record says
-    nothing of one.
+def recorded_request(run: RunScores, state: Mapping[str, Any]) -> Request:
+    """Return a request of a run from its state; a run whose requests go through no chat template
+    has no record of one.
     """
-    return PlainTextRequest if run.record.get("chat_template") is None else Request
+    text_class = PlainTextRequest if run.record.get("chat_template") is None else Request
+    return parse_request(state["request"], text_class)
 
 
 def _scored_tokens(
@@ -125,51 +119,3 @@ def _scored_tokens(
     return ids, max(
         1, len(prompt) - len(request.echo_ids) + state.get("num_conditioning_tokens", 0)
     )
-
-
-def recorded_runs(suite: Path) -> tuple[list[Recorded], list[str]]:
-    """Return the answers of each run in the folder of a suite; and the names of runs that are
-    unfinished or not ours.
-
-    Raises `FlexgenError` for a file that is damaged, and `UsageError` without a folder.
-    """
-    runs = read_finished_runs(suite)
-    skipped = {path.parent for path in suite.glob(f"*/{SPEC_FILE}")} - {run.folder for run in runs}
-    for folder in sorted(skipped):
-        if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
-            raise FlexgenError(
-                f"a file in {folder} is damaged; make the run again with flexgen-helm run"
-            )
-    return [*map(_recorded_run, runs)], sorted(folder.name for folder in skipped)
-
-
-def _recorded_run(run: RunScores) -> Recorded:
-    assert run.folder is not None
-    path, models = run.folder / STATE_FILE, get_context().models
-
-    def as_answer(state: Mapping[str, Any]) -> RecordedAnswer:
-        def recompute(service: Service, model: ModelArguments) -> list[Any]:
-            request = to_request(state["request"], _request_class(run))
-            helm_request = to_helm_request(request, model, models)
-            result = service.respond(model, helm_request).result
-            answer = to_request_result(request, helm_request, result, True, models.encoder(model))
-            return [_comparable(asdict(output)) for output in answer.completions]
-
-        outputs = [_comparable(output) for output in state["result"]["completions"]]
-        return RecordedAnswer(f"{run.name}, {state_name(state)}", outputs, recompute)
-
-    def read() -> list[RecordedAnswer]:
-        states = json.loads(path.read_bytes())["request_states"]
-        return [as_answer(state) for state in states if state["result"]["success"]]
-
-    return Recorded(path, "run", run.record, read, partial(check_scores, run))
-
-
-def _comparable(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a completion with, in place of its log-probability, how far that is from the sum of
-    its tokens': so it is compared token by token.
-    """
-    return {
-        **output,
-        "logprob": output["logprob"] - sum(token["logprob"] for token in output["tokens"]),
-    }

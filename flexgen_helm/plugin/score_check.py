@@ -1,5 +1,5 @@
-"""Scores of a finished run: HELM makes its requests again, and its metrics from the recorded
-answers.
+"""The check of a finished run's scores: HELM makes its requests again, and its metrics from the
+recorded answers.
 """
 
 from __future__ import annotations
@@ -32,25 +32,31 @@ from helm.common.request import Request
 from flexgen_helm.files import count
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
-from flexgen_helm.plugin.convert import to_request
+from flexgen_helm.plugin.convert import parse_request
 from flexgen_helm.plugin.helm_patches import METRIC_CLASS
-from flexgen_helm.plugin.samples import joining_shares
-from flexgen_helm.plugin.usage import ANSWER, digest_of, request_lines
-from flexgen_helm.report.answers import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
+from flexgen_helm.plugin.request_lines import ANSWER, digest_of, request_lines
+from flexgen_helm.plugin.sample_blocks import joining_shares
+from flexgen_helm.report.run_folder import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
 from flexgen_helm.report.scores import RunScores, entry_of
 from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line
 from flexgen_helm.service.models import ModelArguments
 
-# What of a run spec decides a score; its name and groups say where HELM shows it.
-_SPEC = ("scenario_spec", "adapter_spec", "data_augmenter_spec", "metric_specs", "annotators")
-# Of sums in another order. What is measured, `flexgen_…`, is no score.
-_TOLERANCE, _MEASURED = 1e-9, "flexgen_"
+# Fields of a run spec that decide a score; its name and groups say where HELM shows it.
+_SCORING_FIELDS = (
+    "scenario_spec",
+    "adapter_spec",
+    "data_augmenter_spec",
+    "metric_specs",
+    "annotators",
+)
+_TOLERANCE = 1e-9  # of sums in another order
+_MEASURED_PREFIX = "flexgen_"  # of throughputs, which are no scores
 # What is raised by a metric whose model, package or service is not here.
-_ABSENT = (OSError, ImportError, OptionalDependencyNotInstalled)
+_ABSENCE_ERRORS = (OSError, ImportError, OptionalDependencyNotInstalled)
 State = Mapping[str, Any]
 
 
-class _Requests(Exception):
+class _RequestsMade(Exception):
     """Leaves HELM's runner where it would have requests answered."""
 
 
@@ -78,7 +84,7 @@ def check_scores(run: RunScores, model: ModelArguments) -> ScoreCheck:
     context.find_model = lambda *_: model  # type: ignore[method-assign]
     # the run has said what HELM says
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        _register()
+        _register_models()
         set_context(context)
         try:
             spec = _run_spec(run, check)
@@ -107,7 +113,7 @@ def state_name(state: State) -> str:
 
 
 @cache
-def _register() -> None:
+def _register_models() -> None:
     """Have HELM know its models and ours, as its command does."""
     helm_run.register_builtin_configs_from_helm_package()
     helm_run.register_configs_from_directory("prod_env")
@@ -123,16 +129,19 @@ def _runner(suite: Path) -> Runner:
 
 
 def _run_spec(run: RunScores, check: ScoreCheck) -> RunSpec | None:
-    """Return what HELM makes of the run's entry; None if that is nothing."""
+    """Return the run spec that HELM makes of the run's entry; None if it makes none.
+
+    check: gets what differs from the recorded spec.
+    """
     assert run.folder is not None
     recorded = json.loads((run.folder / SPEC_FILE).read_bytes())
     adapter = recorded["adapter_spec"]
     name = run.name.partition(",groups=")[0]
     entry = run.record.get("entry")
-    described = entry or name.replace(adapter["model"].replace("/", "_"), adapter["model"])
-    numbers = adapter.get("max_eval_instances"), adapter["num_train_trials"]
+    description = entry or name.replace(adapter["model"].replace("/", "_"), adapter["model"])
+    limits = adapter.get("max_eval_instances"), adapter["num_train_trials"]
     try:
-        specs = helm_run.run_entries_to_run_specs([RunEntry(described, 1, None)], *numbers)
+        specs = helm_run.run_entries_to_run_specs([RunEntry(description, 1, None)], *limits)
     except Exception as error:  # of any run spec function
         check.not_checked(f"questions and scores of {run.name}", error)
         return None
@@ -140,15 +149,17 @@ def _run_spec(run: RunScores, check: ScoreCheck) -> RunSpec | None:
     if made is None:
         check.differences.append(f"{run.name}: HELM makes no run of that name of its entry")
         return None
-    again = json.loads(json.dumps(asdict_without_nones(made)))
-    again["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
+    made_content = json.loads(json.dumps(asdict_without_nones(made)))
+    made_content["metric_specs"].append({"class_name": METRIC_CLASS, "args": {}})
     file = f"{run.name}, {SPEC_FILE}"
-    if not entry and (differing := disagreements(file, adapter, again["adapter_spec"])):
+    if not entry and (differing := disagreements(file, adapter, made_content["adapter_spec"])):
         # The name of a run lacks some of what its entry says of prompts.
         check.not_checked(f"whether HELM asks {run.name} so", differing[0])
-        again["adapter_spec"] = adapter
+        made_content["adapter_spec"] = adapter
         made = replace(made, adapter_spec=from_json(json.dumps(adapter), type(made.adapter_spec)))
-    old, new = ({key: spec.get(key) for key in _SPEC} for spec in (recorded, again))
+    old, new = (
+        {key: spec.get(key) for key in _SCORING_FIELDS} for spec in (recorded, made_content)
+    )
     check.differences += disagreements(file, old, new)
     if made.annotators:
         check.not_checked(f"judgements of answers in {run.name}", "another model made them")
@@ -158,11 +169,14 @@ def _run_spec(run: RunScores, check: ScoreCheck) -> RunSpec | None:
 def _compare_requests(
     run: RunScores, spec: RunSpec, runner: Runner, states: Sequence[State], check: ScoreCheck
 ) -> None:
-    """Compare questions, references and prompts with those that HELM makes, or their digest with
-    the record's.
+    """Compare questions, references and prompts with those that HELM makes.
+
+    Where the scenario's data is not here, compare their digest with the record's.
     """
     lines = [
-        json.dumps({k: v for k, v in state.items() if k not in ANSWER}, sort_keys=True)
+        json.dumps(
+            {key: value for key, value in state.items() if key not in ANSWER}, sort_keys=True
+        )
         for state in states
     ]
     failed = 0
@@ -183,13 +197,15 @@ def _compare_requests(
     try:
         made = _made_again(run, spec, runner)
     except Exception as error:  # of any scenario whose data is not here
-        known = run.record.get("asked")
-        if known not in (None, digest_of(lines)):
+        recorded_digest = run.record.get("asked")
+        if recorded_digest not in (None, digest_of(lines)):
             check.differences.append(
                 f"{run.name}: its questions or references are not those of {RUN_FILE}"
             )
         what = f"questions and references of {run.name}"
-        check.not_checked(f"{what}, but by the digest in {RUN_FILE}" if known else what, error)
+        check.not_checked(
+            f"{what}, but by the digest in {RUN_FILE}" if recorded_digest else what, error
+        )
         return
     recorded = Counter(lines)
     absent = {
@@ -215,10 +231,10 @@ def _made_again(run: RunScores, spec: RunSpec, runner: Runner) -> list[str]:
 
     def execute(scenario_state: ScenarioState) -> NoReturn:
         made.extend(scenario_state.request_states)
-        raise _Requests
+        raise _RequestsMade
 
     runner.executor.execute = execute
-    with suppress(_Requests):
+    with suppress(_RequestsMade):
         runner.run_one(spec)
     if sample := run.record.get("sample"):
         shares = joining_shares(
@@ -239,7 +255,7 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, check: Sc
             service = _NoService(runner.executor.context)
             result = create_metric(metric).evaluate(state, service, runner.eval_cache_path, 1)
         except Exception as error:  # of any metric, for answers that HELM did not write
-            if isinstance(error, _ABSENT) or type(error) is LookupError:  # of nltk
+            if isinstance(error, _ABSENCE_ERRORS) or type(error) is LookupError:  # of nltk
                 absent.append(f"{name}: {one_line(error)}")
             else:
                 check.differences.append(
@@ -263,22 +279,22 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, check: Sc
 
 
 def _scenario_state(folder: Path, spec: RunSpec) -> ScenarioState:
-    """Return what HELM's file has; requests of an instance share it, as metrics need it."""
+    """Return the recorded state; requests of an instance share one object, as metrics need it."""
     text = (folder / STATE_FILE).read_bytes()
-    known: dict[str, Any] = {}
+    instances: dict[str, Any] = {}
     states = []
     for raw, state in zip(
         json.loads(text)["request_states"], from_json(text, ScenarioState).request_states
     ):
-        instance = known.setdefault(json.dumps(raw["instance"]), state.instance)
+        instance = instances.setdefault(json.dumps(raw["instance"]), state.instance)
         states.append(
-            replace(state, instance=instance, request=to_request(raw["request"], Request))
+            replace(state, instance=instance, request=parse_request(raw["request"], Request))
         )
     return ScenarioState(spec.adapter_spec, states, spec.annotators)
 
 
 def _by_name(rows: Iterable[State]) -> dict[str, State]:
-    """Return the numbers of statistics by what they are of."""
+    """Return the numbers of statistics by name and subject; throughputs are left out."""
     by_name: dict[str, State] = {}
     for row in rows:
         subject = "".join(
@@ -286,6 +302,6 @@ def _by_name(rows: Iterable[State]) -> dict[str, State]:
         )
         for stat in row["stats"]:
             name = " ".join(str(value) for _, value in leaves(stat["name"])) + subject
-            if not name.startswith(_MEASURED):
+            if not name.startswith(_MEASURED_PREFIX):
                 by_name[name] = {key: value for key, value in stat.items() if key != "name"}
     return by_name
