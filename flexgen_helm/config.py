@@ -21,11 +21,11 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import listed
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.schedules import SCHEDULES, Schedule
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision, precision_named
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.suggestions import listed
+from flexgen_helm.tiers import MemoryLimits
 from flexgen_helm.tokenizer.chat import ChatOptions, TemplateChoice
 
 P = ParamSpec("P")

@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.progress import KEEP_EVERY_S, Message, report
+from flexgen_helm.progress import Message, report
 from flexgen_helm.request import (
     MAX_COMPLETIONS,
     Completion,
@@ -38,6 +38,7 @@ from flexgen_helm.request import (
     GenerationResult,
     TopLogprobs,
 )
+from flexgen_helm.tiers import KEEP_EVERY_S
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0

@@ -27,7 +27,7 @@ from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.naming_advice import naming_advice
 from flexgen_helm.checkpoint.suffixes import PREFIX, base_name, is_hub_name
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, listed, question
+from flexgen_helm.suggestions import closest, listed, question
 
 # By name, because importing the class would bring HELM's client machinery into every registration.
 CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"

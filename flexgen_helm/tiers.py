@@ -1,8 +1,11 @@
-"""Tiers of memory, and sizes that the plans, the scheduler and the stores share. No torch."""
+"""Tiers of memory and their limits; sizes, counts and times that the planner and the engine share.
+No torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 Tier = Literal["gpu", "cpu", "disk"]
@@ -12,6 +15,18 @@ TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 TIER_PLACES: Mapping[Tier, str] = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}
 Kind = Literal["weights", "cache", "activations"]
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Bytes that each tier may hold; None for what the machine has, less a margin.
+
+    gpu: the workspace included.
+    """
+
+    gpu: int | None = None
+    cpu: int | None = None
+    disk: int | None = None
 
 
 def limit_flag(tier: Tier) -> str:
@@ -64,6 +79,12 @@ LONG_PAGE_TOKENS = 64
 # Answers that may end early and may have more tokens than this get their cache by pages. Shorter
 # ones get it at once: there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128
+
+# --- Seconds ---
+# Seconds that a drawn token waits at most to be written.
+KEEP_EVERY_S = 10.0
+# Seconds after which the hidden states of a pass without decoding are kept.
+KEEP_STATES_EVERY_S = 600.0
 
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.

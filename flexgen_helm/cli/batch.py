@@ -19,7 +19,7 @@ from flexgen_helm.cli.console import read_input, say, write_json
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, RequestError, UnknownModelError, UsageError
-from flexgen_helm.files import append, count, read_object
+from flexgen_helm.files import append, read_object
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     EncodedPrompt,
@@ -39,6 +39,7 @@ from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments
 from flexgen_helm.service.service import Service
+from flexgen_helm.units import count
 
 _ID = "batch_req_"
 # End of the name of the file that says what `verify` must know.

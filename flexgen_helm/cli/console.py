@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.terminal import fill_for, table_text
+from flexgen_helm.units import rough_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +73,11 @@ def print_command(words: Sequence[str]) -> None:
             lines.append("   ")
         lines[-1] += f" {word}"
     console.print(" \\\n".join(lines), soft_wrap=True)
+
+
+def stop_costs(seconds: float) -> str:
+    """Say what a stop costs; empty if that is not known."""
+    return f"a stop costs at most {rough_duration(seconds)} of computing" if seconds else ""
 
 
 def output() -> Console:

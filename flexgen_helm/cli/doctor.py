@@ -24,8 +24,9 @@ from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, print_rows
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.files import existing_folder, size
+from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.host_memory import host_memory
+from flexgen_helm.units import size
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -19,7 +19,7 @@ from flexgen_helm.cli.completion import complete_helm_models
 from flexgen_helm.cli.engine_flags import ENGINE_FLAGS
 from flexgen_helm.cli.typer_commands import Command, flag_parameter, refuse_twice, with_parameters
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, listed
+from flexgen_helm.suggestions import closest, listed
 
 
 class HelmFlag(NamedTuple):

@@ -15,7 +15,7 @@ from flexgen_helm.cli.arguments import JsonFlag, ModelName, Revision
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import output, print_json, print_rows, say
 from flexgen_helm.errors import FlexgenError, UnknownModelError
-from flexgen_helm.files import size
+from flexgen_helm.units import size
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.fit import Fit
@@ -82,7 +82,7 @@ def models(
     rows = list_models(machine, pattern or "")
     if pattern and not rows:
         from flexgen_helm.checkpoint.known_names import close_names
-        from flexgen_helm.files import listed
+        from flexgen_helm.suggestions import listed
 
         close = close_names(pattern)
         question = (

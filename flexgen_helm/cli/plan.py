@@ -27,6 +27,7 @@ from flexgen_helm.cli.console import (
     print_json,
     print_rows,
     print_table,
+    stop_costs,
     write_json,
 )
 from flexgen_helm.cli.engine_flags import to_arguments
@@ -39,9 +40,8 @@ from flexgen_helm.cli.plan_problem import (
 )
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, rate_text, size, spelled_duration
 from flexgen_helm.planner.schedules import AUTOMATIC
-from flexgen_helm.progress import stop_costs
+from flexgen_helm.units import count, rate_text, size, spelled_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.plan import Plan

@@ -13,7 +13,8 @@ from flexgen_helm.cli.console import output, say
 from flexgen_helm.cli.engine_flags import warn_of_limits_beyond
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import existing_folder, require_writable, rough_duration, size
+from flexgen_helm.files import existing_folder, require_writable
+from flexgen_helm.units import rough_duration, size
 
 if TYPE_CHECKING:
     from flexgen_helm.hardware.profile import HardwareProfile

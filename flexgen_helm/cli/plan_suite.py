@@ -21,10 +21,10 @@ from flexgen_helm.cli.plan_problem import (
     range_text,
 )
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, size, spelled_duration
 from flexgen_helm.planner.suite_plan import ANSWER_FACTOR
 from flexgen_helm.report.paired import margin_shown
 from flexgen_helm.tiers import TIER_PLACES
+from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.suite_plan import ScenarioPlan, SuitePlan

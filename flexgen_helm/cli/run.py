@@ -37,12 +37,13 @@ from flexgen_helm.cli.report import check_margin, print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import count, duration, read_object, require_writable
+from flexgen_helm.files import read_object, require_writable
 from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
+from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession

@@ -18,20 +18,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from flexgen_helm.files import count, duration, size
+from flexgen_helm.cli.console import stop_costs
 from flexgen_helm.progress import (
     Event,
     Message,
     ModelInUse,
+    Progress,
     ProgressPhase,
     describe,
     observed_by,
     reading,
-    stop_costs,
     time_left,
 )
-from flexgen_helm.request import Progress
 from flexgen_helm.terminal import fill_for, is_terminal
+from flexgen_helm.units import count, duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -21,9 +21,8 @@ from flexgen_helm.cli.screen import Screen
 from flexgen_helm.cli.typer_commands import refuse_twice
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
-from flexgen_helm.files import count, spelled_duration
-from flexgen_helm.progress import Event, Message, observed_by
-from flexgen_helm.request import Progress
+from flexgen_helm.progress import Event, Message, Progress, observed_by
+from flexgen_helm.units import count, spelled_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.harnesses.openai_server import OpenAIServer

@@ -10,13 +10,14 @@ from typing import Any
 from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.console import say
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, read_object
+from flexgen_helm.files import read_object
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.suite_plan import EntryWorkload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.report.answers import DRY_RUN_FOLDER, STATE_FILE, asked_instances
 from flexgen_helm.report.scores import entry_of, require_suite
 from flexgen_helm.run_entries import parse
+from flexgen_helm.units import count
 
 # Arguments that change no length, or little: who answers, and how a model is told the format.
 _NEUTRAL = ("model", "model_deployment", "follow_format_instructions", "output_format_instructions")

@@ -25,7 +25,7 @@ from flexgen_helm.cli.lone_service import LoneService
 from flexgen_helm.cli.serve import require_lm_eval
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import append, count
+from flexgen_helm.files import append
 from flexgen_helm.harnesses.plain_transformers import by_transformers
 from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report, silenced
@@ -54,6 +54,7 @@ from flexgen_helm.service.models import (
 )
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from flexgen_helm.terminal import fill_for
+from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine

@@ -14,8 +14,8 @@ import torch
 from flexgen_helm.engine.executor import BatchOutput, Executor, Pass, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.progress import KEEP_EVERY_S
-from flexgen_helm.request import Cost, DrawnToken, GenerationResult, Progress
+from flexgen_helm.progress import Progress
+from flexgen_helm.request import Cost, DrawnToken, GenerationResult
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
 from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler
@@ -28,7 +28,7 @@ from flexgen_helm.scheduling.sequence import (
     SequenceKind,
 )
 from flexgen_helm.scheduling.stage_visits import work_items
-from flexgen_helm.tiers import MEMORY_ADVICE
+from flexgen_helm.tiers import KEEP_EVERY_S, MEMORY_ADVICE
 
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 

@@ -12,7 +12,6 @@ from itertools import product
 from typing import NamedTuple
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import exact_size
 from flexgen_helm.planner.cache_sizes import CacheSizes, cache_sizes
 from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.placement import tier_fractions
@@ -44,6 +43,7 @@ from flexgen_helm.tiers import (
     Tier,
     limit_flag,
 )
+from flexgen_helm.units import exact_size
 
 # The free memory of a run is divided between its hidden states and its KV cache.
 

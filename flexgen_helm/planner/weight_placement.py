@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import expert_of
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.placement import (
@@ -34,6 +33,7 @@ from flexgen_helm.planner.placement import (
 )
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limit_flag
+from flexgen_helm.units import exact_size
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
 # host.

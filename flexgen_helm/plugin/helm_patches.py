@@ -39,7 +39,7 @@ from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import count, naming, read_object, replace_text
+from flexgen_helm.files import naming, read_object, replace_text
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import Submission, may_be_rendered, to_helm_request
@@ -49,13 +49,14 @@ from flexgen_helm.progress import (
     Message,
     ModelInUse,
     PlanLine,
+    Progress,
     ProgressPhase,
     describe,
     observed_by,
 )
 from flexgen_helm.report.answers import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
-from flexgen_helm.request import Progress
 from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.units import count
 
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
 # Seconds between two lines of a block's progress in HELM's log.

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from flexgen_helm.checkpoint.known_names import original_of
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import Answer, asked_instances, differing_settings
 from flexgen_helm.report.notes import reused_note, trust_notes
@@ -41,6 +40,8 @@ from flexgen_helm.report.verdicts import (
     hochberg,
     suite_equivalence,
 )
+from flexgen_helm.suggestions import closest
+from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,7 +17,6 @@ import numpy as np
 
 from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import (
     LAST_FILE,
@@ -34,6 +33,7 @@ from flexgen_helm.report.answers import (
     state_text,
 )
 from flexgen_helm.report.paired import MAIN_METRICS, MAX_SHOWN, metric_named
+from flexgen_helm.suggestions import question
 
 if TYPE_CHECKING:
     import pandas as pd

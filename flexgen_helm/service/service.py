@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.files import count
 from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingMarks
 from flexgen_helm.response_cache import ResponseWriter, response_cache_path
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine

@@ -321,7 +321,7 @@ def _install_steps(order: Order, folder: Path) -> None:
     from flexgen_helm.engine import divergence, executor
     from flexgen_helm.offload.disk import DirectFile
     from flexgen_helm.offload.rate_limit import RateLimit
-    from flexgen_helm.request import Progress
+    from flexgen_helm.progress import Progress
 
     count = 0
     steps, computed, drawn, passes = (

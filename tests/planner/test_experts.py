@@ -32,8 +32,7 @@ from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.request import MemoryLimits
-from flexgen_helm.tiers import TIERS
+from flexgen_helm.tiers import TIERS, MemoryLimits
 from tests.helpers.planning_problems import config
 
 GIB = 1 << 30
