@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.known_names import close_names
-from flexgen_helm.run_entries import run_spec_names
+from flexgen_helm.run_specs import run_spec_names
 from flexgen_helm.suggestions import closest, listed
 
 MODELS = {

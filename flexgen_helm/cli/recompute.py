@@ -140,7 +140,12 @@ def check_answers(
             for source in of_model:
                 _require_fingerprint(sources[source], engine, key)
             for answer in answers:
-                recomputed_answer = _recompute(engine, answer, models[answer.source])
+                service = LoneService(engine)
+                with silenced():
+                    computed = answer.recompute(service, models[answer.source])
+                results = [result for _, result in service.answers.values()]
+                prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
+                recomputed_answer = RecomputedAnswer(answer, service, computed, prompt)
                 if folder is None:
                     why = _why_bits_may_differ(sources[answer.source], engine)
                     yield (
@@ -157,17 +162,6 @@ def check_answers(
                 sources[source] = replace(sources[source], **computed_with)
         if folder is not None:
             yield from _check_by_transformers(folder, tokenizer.eos_ids, recomputed, models)
-
-
-def _recompute(engine: Engine, answer: RecordedAnswer, model: ModelArguments) -> RecomputedAnswer:
-    """Compute an answer with an engine that nothing else uses meanwhile."""
-    service = LoneService(engine)
-    with silenced():
-        computed = answer.recompute(service, model)
-    results = [result for _, result in service.answers.values()]
-    assert engine.tokenizer is not None
-    prompt = engine.tokenizer.decode(results[0].prompt_token_ids) if results else ""
-    return RecomputedAnswer(answer, service, computed, prompt)
 
 
 def _check_by_transformers(

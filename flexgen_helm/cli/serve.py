@@ -36,9 +36,6 @@ _Host = Annotated[
         metavar="ADDRESS", help="Address to listen on; one beyond this machine needs a key."
     ),
 ]
-_Port = Annotated[
-    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
-]
 _KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -46,18 +43,19 @@ _KeyFile = Annotated[
         help=f"File with the key that requests must bring. Default: {KEY_VARIABLE}.",
     ),
 ]
-_ServedName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
-]
 
 
 def serve(
     model: ModelName,
     engine: EngineOptions,
     host: _Host = "127.0.0.1",
-    port: _Port = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     key_file: _KeyFile = None,
-    served_model_name: _ServedName = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
+    ] = None,
 ) -> None:
     """Serve a model to other harnesses, in OpenAI's formats.
 

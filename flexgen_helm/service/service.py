@@ -540,7 +540,7 @@ class Service:
 
         def on_drawn(index: int, *drawn: Any) -> float | None:
             if (job := pending.get(index)) is not None and job.use_cache:
-                return writer.draw(job.request.key, *drawn)
+                return writer.add_drawn(job.request.key, *drawn)
             return None
 
         known = writer.take_drawn([job.request.key for job in jobs if job.use_cache])

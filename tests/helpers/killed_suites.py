@@ -370,14 +370,14 @@ def _install_steps(order: Order, folder: Path) -> None:
         add(self, key, result)
 
     response_cache.ResponseWriter.add = noted  # type: ignore[method-assign]
-    draw: Callable[..., float | None] = response_cache.ResponseWriter.draw
+    draw: Callable[..., float | None] = response_cache.ResponseWriter.add_drawn
 
     def noted_token(self: Any, *token: Any) -> float | None:
         print(*token[:3], time.time(), file=drawn)
         step("draw")
         return draw(self, *token)
 
-    response_cache.ResponseWriter.draw = noted_token  # type: ignore[method-assign]
+    response_cache.ResponseWriter.add_drawn = noted_token  # type: ignore[method-assign]
     response_cache.KEEP_EVERY_S = divergence.KEEP_EVERY_S = order.keep_every_s
     if order.read_gb_s:
         limit, transfer = RateLimit(order.read_gb_s), DirectFile._transfer
