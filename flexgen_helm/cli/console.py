@@ -81,7 +81,7 @@ def stop_costs(seconds: float) -> str:
 
 
 def output() -> Console:
-    """Return rich's console on stdout, wide if stdout is a file."""
+    """Return rich's console on stdout, `_FILE_WIDTH` columns wide if stdout is a file."""
     from rich import console
 
     class Console(console.Console):

@@ -127,7 +127,7 @@ def warn_of_limits_beyond(
 
 
 def to_arguments(options: EngineOptions) -> list[str]:
-    """Return the flags that stand for these options."""
+    """Return the words of the command line that set these options."""
     words = []
     for option, flag in FLAGS.values():
         value = options.get(option)

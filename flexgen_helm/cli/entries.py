@@ -87,10 +87,10 @@ def entries(
 def all_rows(
     output_path: Path, every: bool = False, leaderboards: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the entries of the files in runs/, those of HELM that need no data, and `every` other
-    scenario.
+    """Return the entries of the files in runs/, and those of HELM that need no data.
 
-    leaderboards: with the files of HELM's leaderboards.
+    every: also the other scenarios of HELM, of which only the names are known.
+    leaderboards: also the entries of HELM's leaderboards.
 
     Keys of a row: run_entry, without a model; source, the file in runs/, 'flexgen_helm' or 'HELM';
     needs, the data set, or 'nothing' if the scenario generates its data; place, where the data

@@ -165,6 +165,7 @@ def run_and_show(
 
 
 def _require_utf8() -> None:
+    """Raise `UsageError` for a locale in which HELM misreads its files."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
         raise UsageError(
@@ -205,6 +206,7 @@ def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
 
 
 def _new_log() -> Path:
+    """Return a new log file, and delete the oldest ones."""
     folder, name = state_dir() / "logs", f"{time.strftime('run-%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -238,9 +238,9 @@ class Screen:
                 notes += [
                     f"{whose}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}",
                     self._plan_text,
+                    reading(activity),
+                    stop_costs(activity.stop_s),
                 ]
-                notes.append(reading(activity))
-                notes.append(stop_costs(activity.stop_s))
                 held = ", ".join(
                     f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items()
                 )
