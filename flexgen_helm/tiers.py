@@ -112,7 +112,7 @@ ALL_EXPERTS_FROM = 0.9
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which
 # stay in its cache.
 HOST_UPCAST_ELEMENTS = 1 << 20
-# Elements that are upcast at once on a device, where each tile is two launches: the largest matrices
+# Elements upcast at once on a device, where each tile is two launches: the largest matrices
 # of a 70B model whole, 512 MiB in 16 bits.
 DEVICE_UPCAST_ELEMENTS = 256 << 20
 # Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of
