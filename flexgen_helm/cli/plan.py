@@ -188,8 +188,8 @@ def _plan_lengths(
     config = options.config
     _check_search(config, gen_len)
     problem = problem_for(options, prompt_len, gen_len, num_seqs)
+    from flexgen_helm.hardware.profile import MEASURED
     from flexgen_helm.planner.plan import make_plan, search_precisions
-    from flexgen_helm.planner.problem import MEASURED
 
     schedule, max_latency = config.fixed_schedule, config.max_latency
     planned = make_plan(
@@ -280,7 +280,7 @@ def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | No
             f"{rate_text(planned.sequences_per_h)} sequences/h"
         )
         console.print(f"{speed}: {spelled_duration(prediction.latency_s)}")
-        console.print(f"The range: {planned.spread.source}.")
+        console.print(f"The range: {planned.range.source}.")
         if by_precision:
             print_table([_precision_row(*item) for item in by_precision.items()])
 
