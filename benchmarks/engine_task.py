@@ -11,7 +11,7 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.benchmarks.common import tokens_per_s
 from flexgen_helm.benchmarks.process import in_own_process
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 
 
 def prompts(rows: int, length: int, vocab_size: int) -> list[list[int]]:

@@ -31,7 +31,7 @@ from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import SCHEDULES, Schedule
 from flexgen_helm.planner.search import search
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 
 MIB = 1 << 20
 

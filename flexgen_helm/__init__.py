@@ -19,7 +19,7 @@ _EXPORTS = {
     "GenerationResult": "flexgen_helm.request",
     "Completion": "flexgen_helm.request",
     "Score": "flexgen_helm.engine.scoring",
-    "MemoryLimits": "flexgen_helm.request",
+    "MemoryLimits": "flexgen_helm.tiers",
     "FlexgenError": "flexgen_helm.errors",
 }
 __all__ = [*_EXPORTS, "__version__"]
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from flexgen_helm.engine.scoring import Score
     from flexgen_helm.errors import FlexgenError
     from flexgen_helm.planner.policy import Policy
-    from flexgen_helm.request import Completion, GenerationRequest, GenerationResult, MemoryLimits
+    from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
+    from flexgen_helm.tiers import MemoryLimits
 
 
 def __getattr__(name: str) -> Any:

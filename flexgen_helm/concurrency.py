@@ -1,5 +1,5 @@
-"""What threads share: imports under one lock, values loaded once per key, work ahead or called off;
-and the system.
+"""Tools for threads: stop points, one lock for imports, results computed ahead or once per key; and
+the check of the system.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ def computed_ahead(
 
 @cache
 def _pool(threads: int, begin: Callable[[], object] | None) -> ThreadPoolExecutor:
-    """Kept, because a model has hundreds of matrices, and starting threads takes as long as reading
-    one.
+    """Return the pool of so many threads that call `begin` first.
+
+    It is kept: a model has hundreds of matrices, and starting threads takes as long as reading one.
     """
     return ThreadPoolExecutor(threads, "ahead", begin)
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # where no thread of them is
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of the threads
 
 
 class single_flight(Generic[P, R]):

@@ -21,11 +21,11 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import listed
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.schedules import SCHEDULES, Schedule
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision, precision_named
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.suggestions import listed
+from flexgen_helm.tiers import MemoryLimits
 from flexgen_helm.tokenizer.chat import ChatOptions, TemplateChoice
 
 P = ParamSpec("P")
@@ -43,7 +43,7 @@ _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", star
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 # Commands that send chats.
-_CHATTING = ("run", "batch", "serve")
+_CHAT_COMMANDS = ("run", "batch", "serve")
 _DEVICE = re.compile(r"auto|sim|(cpu|cuda)(:\d+)?")
 
 
@@ -98,11 +98,13 @@ def _parse_limits(value: MemoryLimits | Mapping[str, str | int | None]) -> Memor
     return MemoryLimits(**parsed)
 
 
-def _reader(
+def _parser(
     convert: Callable[[Any], Any], needs: str, accepts: Callable[[Any], object] = lambda value: True
 ) -> Any:
-    """Return what converts a value, and raises ValueError(needs) where it cannot or the result is
-    not accepted.
+    """Return a function that converts a value.
+
+    needs: message of the ValueError that it raises where it cannot convert, or `accepts` refuses
+        the result: the predicate of a sentence.
     """
 
     def parse(value: Any) -> Any:
@@ -118,46 +120,48 @@ def _as_given(value: Any) -> Any:
     return value
 
 
-def _one_of(*choices: str) -> Any:
-    return _reader(_as_given, f"is not known; take {listed(choices)}", choices.__contains__)
+def _choice_parser(*choices: str) -> Any:
+    return _parser(_as_given, f"is not known; take {listed(choices)}", choices.__contains__)
 
 
-def _parts(value: str | Iterable[Any]) -> Iterable[Any]:
+def _comma_parts(value: str | Iterable[Any]) -> Iterable[Any]:
     return value.split(",") if isinstance(value, str) else value
 
 
-def _rates(directions: str) -> Any:
-    """Return what reads two rates in GB/s; directions: what the two are of, with an example."""
-    return _reader(
-        lambda value: tuple(map(float, _parts(value))),
+def _rates_parser(directions: str) -> Any:
+    """Return a parser of two rates in GB/s; directions: what the two are of, with an example."""
+    return _parser(
+        lambda value: tuple(map(float, _comma_parts(value))),
         f"must be two rates in GB/s, {directions}",
         lambda rates: len(rates) == 2 and all(0 < rate < float("inf") for rate in rates),
     )
 
 
-_layers = _reader(
-    lambda value: tuple(int(str(part)) for part in _parts(value)),
+_parse_layers = _parser(
+    lambda value: tuple(int(str(part)) for part in _comma_parts(value)),
     "must be numbers of layers, for example 10,14",
     lambda layers: layers and min(layers) >= 0,
 )
-_integer = _reader(lambda value: int(str(value)), "must be an integer")
-_flag = _reader(_as_given, "must be true or false", lambda value: isinstance(value, bool))
-_text = _reader(_as_given, "must be a text that is not empty", str.strip)
-_path = _reader(os.fspath, "must be the path of a folder", lambda path: path)
-_budget = _reader(
+_parse_integer = _parser(lambda value: int(str(value)), "must be an integer")
+_parse_flag = _parser(_as_given, "must be true or false", lambda value: isinstance(value, bool))
+_parse_text = _parser(_as_given, "must be a text that is not empty", str.strip)
+_parse_path = _parser(os.fspath, "must be the path of a folder", lambda path: path)
+_parse_budget = _parser(
     lambda value: int(str(value)), "must be an integer, 0 or more", lambda tokens: tokens >= 0
 )
-_seconds = _reader(
+_parse_seconds = _parser(
     lambda value: float(str(value)),
     "must be a number of seconds, more than 0",
     lambda seconds: 0 < seconds < float("inf"),
 )
-_device = _reader(_as_given, "is not known; take auto, cpu, cuda[:i] or sim", _DEVICE.fullmatch)
-_template_choice = _reader(
+_parse_device = _parser(
+    _as_given, "is not known; take auto, cpu, cuda[:i] or sim", _DEVICE.fullmatch
+)
+_parse_template_choice = _parser(
     lambda value: {"auto": "auto", "true": True, "false": False}[str(value).lower()],
     "is not known; take auto, true or false",
 )
-_template_kwargs = _reader(  # what a template can be given
+_parse_template_kwargs = _parser(  # what a template can be given
     lambda value: json.loads(
         json.dumps(json.loads(value) if isinstance(value, str) else value, allow_nan=False)
     ),
@@ -190,7 +194,7 @@ class EngineConfig:
     """
 
     revision: str | None = option(
-        None, "Branch, tag, or commit of the hub's repository.", parse=_text
+        None, "Branch, tag, or commit of the hub's repository.", parse=_parse_text
     )
     precision: Precision | str | None = option(
         None,
@@ -215,7 +219,7 @@ class EngineConfig:
         f"Order of the work: auto (default), {listed(SCHEDULES)}. auto takes zigzag or "
         "prefill-only for weights that are streamed, else row.",
         Flag("--schedule", "NAME", ("auto", *SCHEDULES)),
-        parse=_one_of("auto", *SCHEDULES),
+        parse=_choice_parser("auto", *SCHEDULES),
     )
     limits: MemoryLimits = option(
         MemoryLimits(),
@@ -245,7 +249,7 @@ class EngineConfig:
             "in FLEXGEN_HELM_HOME."
         ),
         Flag("--offload-dir", "DIR"),
-        parse=_path,
+        parse=_parse_path,
     )
     device: str = option(
         "auto",
@@ -254,26 +258,26 @@ class EngineConfig:
             "host memory."
         ),
         Flag("--device", "NAME", ("auto", "cpu", "cuda", "sim")),
-        parse=_device,
+        parse=_parse_device,
     )
     link_gb_s: tuple[float, float] | None = option(
         None,
         "GB/s to and from the simulated GPU, for example 12,12. Only with --device sim.",
         Flag("--link", "IN,OUT"),
-        parse=_rates("in and out, for example 12,12"),
+        parse=_rates_parser("in and out, for example 12,12"),
     )
     disk_gb_s: tuple[float, float] | None = option(
         None,
         "GB/s that a simulated disk reads and writes, for example 2,1. Only with --device sim.",
         Flag("--disk-rates", "READ,WRITE"),
-        parse=_rates("of reads and writes, for example 2,1"),
+        parse=_rates_parser("of reads and writes, for example 2,1"),
     )
     pipeline_layers: tuple[int, ...] | None = option(
         None,
         "Layers of each rank of a pipeline, for example 10,14; by default equal shares, as for "
         "equal devices. Only under torchrun.",
         Flag("--pipeline-layers", "N,N,…"),
-        parse=_layers,
+        parse=_parse_layers,
     )
     overlap: bool = option(
         True,
@@ -282,7 +286,7 @@ class EngineConfig:
             "--no-overlap",
             help="Do not overlap transfers with computation, to see what overlapping brings.",
         ),
-        parse=_flag,
+        parse=_parse_flag,
     )
     cpu_attention: bool = option(
         True,
@@ -291,12 +295,12 @@ class EngineConfig:
             "--no-cpu-attention",
             help="Copy a KV cache in host memory to the GPU instead of attending on the CPU.",
         ),
-        parse=_flag,
+        parse=_parse_flag,
     )
     weights: WeightSource = option(
         "pretrained",
         "Where weights come from; dummy draws random ones.",
-        parse=_one_of(*get_args(WeightSource)),
+        parse=_choice_parser(*get_args(WeightSource)),
     )
     seed: int = option(
         0,
@@ -308,7 +312,7 @@ class EngineConfig:
             "given.",
             implies=(("weights", "dummy"),),
         ),
-        parse=_integer,
+        parse=_parse_integer,
     )
     unverified: bool = option(
         False,
@@ -321,14 +325,14 @@ class EngineConfig:
             help="Compute also a model that differs from transformers here; records and pages say "
             "so.",
         ),
-        parse=_flag,
+        parse=_parse_flag,
     )
     batch_invariant: bool = option(
         False,
         "Answers have the same bits whatever else is in the run, or the model is refused. Decoding "
         "takes longer on AMX, and with weights in 4 or 8 bits.",
         Flag("--batch-invariant"),
-        parse=_flag,
+        parse=_parse_flag,
     )
     generation_config: str = option(
         "auto",
@@ -336,13 +340,13 @@ class EngineConfig:
         "repetition_penalty: auto (default) applies them as transformers does, ignore leaves them "
         "out; records say so.",
         Flag("--generation-config", "CHOICE", ("auto", "ignore")),
-        parse=_one_of("auto", "ignore"),
+        parse=_choice_parser("auto", "ignore"),
     )
     max_latency: float | None = option(
         None,
         "Maximum seconds that a block of sequences may take; bounds the search for a policy.",
         Flag("--max-latency", "SECONDS"),
-        parse=_seconds,
+        parse=_parse_seconds,
     )
     apply_chat_template: TemplateChoice | None = option(
         None,
@@ -350,20 +354,20 @@ class EngineConfig:
         "the tokenizer has a template and the model is no base model. Default: auto under HELM, "
         "else false. Scored prompts never get one.",
         Flag("--chat-template", "CHOICE", ("auto", "true", "false"), commands=("run",)),
-        parse=_template_choice,
+        parse=_parse_template_choice,
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
         'Variables of the chat template, as a JSON object, for example {"enable_thinking": false}.',
-        Flag("--chat-template-kwargs", "JSON", commands=_CHATTING),
-        parse=_template_kwargs,
+        Flag("--chat-template-kwargs", "JSON", commands=_CHAT_COMMANDS),
+        parse=_parse_template_kwargs,
         is_hashed=False,
     )
     system_prompt: str | None = option(
         None,
         "System message in front of every chat that has none.",
-        Flag("--system-prompt", "TEXT", commands=_CHATTING),
-        parse=_text,
+        Flag("--system-prompt", "TEXT", commands=_CHAT_COMMANDS),
+        parse=_parse_text,
     )
     thinking_budget: int | None = option(
         None,
@@ -371,8 +375,8 @@ class EngineConfig:
             "Maximum tokens that a thinking model thinks before it answers; they count in "
             "max_tokens. Default: no limit."
         ),
-        Flag("--thinking-budget", "TOKENS", commands=_CHATTING),
-        parse=_budget,
+        Flag("--thinking-budget", "TOKENS", commands=_CHAT_COMMANDS),
+        parse=_parse_budget,
     )
 
     def __post_init__(self) -> None:

@@ -93,7 +93,7 @@ def text_of(value: object) -> str:
 
 @cache
 def own_digest(package: str) -> str:
-    """Return the digest of the modules of one of our packages."""
+    """Return the SHA-256 digest, in hexadecimal, of the source of a package of flexgen_helm."""
     folder = Path(__file__).parent / package
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):

@@ -20,7 +20,7 @@ from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import naming
 from flexgen_helm.progress import Message, report
 
-# Seconds between two tries, and after which a wait is told.
+# Seconds between two tries, and after which a wait is reported.
 _POLL_S, TELL_AFTER_S = 0.05, 5.0
 
 
@@ -42,7 +42,7 @@ def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
     with ExitStack() as held:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            while not _take(path, held):
+            while not _try_lock(path, held):
                 waited = time.monotonic() - began
                 if waited >= timeout:
                     raise InUseError(
@@ -56,11 +56,11 @@ def locked(path: Path, timeout: float = math.inf) -> Iterator[None]:
         yield
 
 
-def _take(path: Path, held: ExitStack) -> bool:
-    """Lock a file until the stack is closed; False if it is locked."""
+def _try_lock(path: Path, held: ExitStack) -> bool:
+    """Try to lock a file until the stack is closed; False if another process has locked it."""
     with ExitStack() as stack:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        stack.callback(os.close, descriptor)  # which unlocks it
+        stack.callback(os.close, descriptor)  # unlocks it
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_still_at(path, descriptor):  # whoever had it has deleted or renamed it

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from flexgen_helm.files import count, duration, rough_duration, size
-from flexgen_helm.request import Progress
+from flexgen_helm.units import count, duration, size
 
 PhaseName = Literal[
     "start",
@@ -51,10 +50,6 @@ _TITLES: dict[PhaseName, str] = {
     "metrics": "computing metrics",
     "work": "working",
 }
-# Seconds that a drawn token waits at most to be written.
-KEEP_EVERY_S = 10.0
-# Seconds after which the hidden states of a pass without decoding are kept.
-KEEP_STATES_EVERY_S = 600.0
 # Seconds between two looks at a folder that another program fills.
 _LOOK_EVERY_S = 0.25
 
@@ -89,6 +84,54 @@ class ProgressPhase:
         if self.unit == "bytes":
             return f"{size(self.done)} of {size(self.total)}"
         return f"{self.done:,.0f} of {count(int(self.total), self.unit)}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    done_tokens: computed so far, prompts included; of a batch that is half way through the layers,
+        half its tokens.
+    total_tokens: expected, from the lengths of the answers so far; at first half of every
+        `max_tokens`.
+    elapsed_s: seconds since the run began.
+    memory_bytes: held now by each tier that holds anything.
+    num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this
+        process.
+    read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if
+        none are there.
+    read_bytes_s: of the disk, over the last seconds.
+    stop_s: seconds of computing that a stop now would cost at most; 0 where no tokens are kept.
+    """
+
+    done_tokens: float
+    total_tokens: int
+    done_requests: int
+    total_requests: int
+    elapsed_s: float
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_passes: int = 0
+    layer: int = 0
+    num_layers: int = 0
+    read_bytes: int = 0
+    pass_bytes: int = 0
+    read_bytes_s: float = 0.0
+    stop_s: float = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.done_requests == self.total_requests
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.done_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Expected seconds until the end at the mean rate so far; None before the first token."""
+        if not self.done_tokens:
+            return None
+        return self.elapsed_s * (self.total_tokens - self.done_tokens) / self.done_tokens
 
 
 @dataclass(frozen=True)
@@ -216,11 +259,6 @@ def reading(progress: Progress) -> str:
     read = f"{size(progress.read_bytes)} of about {size(progress.pass_bytes)}"
     where = f"pass {progress.num_passes:,}, layer {progress.layer} of {progress.num_layers}"
     return f"{where}: {read} read, disk {progress.read_bytes_s / 1e9:.2f} GB/s"
-
-
-def stop_costs(seconds: float) -> str:
-    """Say what a stop costs; empty if that is not known."""
-    return f"a stop costs at most {rough_duration(seconds)} of computing" if seconds else ""
 
 
 def _bytes_in(folder: Path) -> int:

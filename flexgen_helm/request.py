@@ -1,4 +1,4 @@
-"""Frozen records that cross borders: what is asked, what is answered, what it cost."""
+"""Requests to an engine and their results, as frozen records."""
 
 from __future__ import annotations
 
@@ -226,62 +226,3 @@ class GenerationResult:
     cost: Cost = field(default_factory=Cost)
     prompt_greedy: tuple[bool | None, ...] | None = None
     prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None = None
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """Bytes that each tier may hold, of a GPU the workspace included; None: what the machine has,
-    less a margin.
-    """
-
-    gpu: int | None = None
-    cpu: int | None = None
-    disk: int | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is.
-
-    done_tokens: computed so far, prompts included; of a batch that is half way through the layers,
-        half its tokens.
-    total_tokens: expected, from the lengths of the answers so far; at first half of every
-        `max_tokens`.
-    elapsed_s: seconds since the run began.
-    memory_bytes: held now by each tier that holds anything.
-    num_passes: begun so far. layer: that the pass is at, from 1 on; num_layers: of how many in this
-        process.
-    read_bytes: of weights that the pass has read of the disk; pass_bytes: of how many, about; 0 if
-        none are there.
-    read_bytes_s: of the disk, over the last seconds.
-    stop_s: seconds of computing that a stop now would cost at most; 0 where no tokens are kept.
-    """
-
-    done_tokens: float
-    total_tokens: int
-    done_requests: int
-    total_requests: int
-    elapsed_s: float
-    memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    num_passes: int = 0
-    layer: int = 0
-    num_layers: int = 0
-    read_bytes: int = 0
-    pass_bytes: int = 0
-    read_bytes_s: float = 0.0
-    stop_s: float = 0.0
-
-    @property
-    def is_finished(self) -> bool:
-        return self.done_requests == self.total_requests
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.done_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
-    @property
-    def remaining_s(self) -> float | None:
-        """Expected seconds until the end at the mean rate so far; None before the first token."""
-        if not self.done_tokens:
-            return None
-        return self.elapsed_s * (self.total_tokens - self.done_tokens) / self.done_tokens

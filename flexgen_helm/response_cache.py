@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.progress import KEEP_EVERY_S, Message, report
+from flexgen_helm.progress import Message, report
 from flexgen_helm.request import (
     MAX_COMPLETIONS,
     Completion,
@@ -38,15 +38,16 @@ from flexgen_helm.request import (
     GenerationResult,
     TopLogprobs,
 )
+from flexgen_helm.tiers import KEEP_EVERY_S
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0
-# a transaction is written after so many results or seconds
+# A transaction is written after so many results or seconds.
 MAX_PENDING_RESULTS, MAX_PENDING_S = 64, 2.0
 # Where writing drawn tokens takes more than this share of the time, they wait longer, at most so
 # many seconds.
-_KEEP_AT_LEAST_EVERY_S, _KEEP_SHARE = 300.0, 0.01
-# takes the write lock at once: a reader that upgrades later could fail without waiting
+_MAX_KEEP_EVERY_S, _MAX_KEEP_SHARE = 300.0, 0.01
+# Takes the write lock at once: a reader that upgrades later could fail without waiting.
 _BEGIN = "BEGIN IMMEDIATE"
 _KEYS_PER_QUERY = 500  # below the 999 parameters of a statement that old SQLite versions allow
 
@@ -81,7 +82,7 @@ class _Row:
 
 _ROW = TypeAdapter(_Row)
 _DRAWN = TypeAdapter(list[DrawnToken], config=ConfigDict(strict=True, allow_inf_nan=False))
-# Of an answer that has not ended: its completions, of each the tokens from a step on.
+# Tokens of an answer that has not ended: completion -> (step of the first one, tokens).
 DrawnTokens = Mapping[int, tuple[int, Sequence[DrawnToken]]]
 _STORED = object()
 # Fields that are left out at these values: rows of versions without them stay what they were.
@@ -118,8 +119,9 @@ def decode_result(text: object) -> GenerationResult:
 
 
 class ResponseCache:
-    """Results by request key in one SQLite file. Used by one thread at a time; safe among any
-    number of processes.
+    """Results, and tokens of unfinished answers, by request key in one SQLite file.
+
+    Used by one thread at a time; safe among any number of processes.
     """
 
     def __init__(self, path: Path, model: str = "") -> None:
@@ -130,7 +132,7 @@ class ResponseCache:
         """
         self.path, self._model = path, model
         self._writer = uuid.uuid4().hex[:8]  # tokens of two processes do not mix
-        with self._explained():
+        with self._as_cache_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
                 path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -142,30 +144,24 @@ class ResponseCache:
                 raise
 
     def _prepare(self) -> None:
-        self._connection.execute("PRAGMA synchronous=FULL")
+        """Make the tables that are missing, and check the version of the format."""
+        execute = self._connection.execute
+        execute("PRAGMA synchronous=FULL")
         with self._connection:
-            self._connection.execute(_BEGIN)
-            self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)"
-            )
-            self._connection.execute(
+            execute(_BEGIN)
+            execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
+            execute(
                 "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
             )
-            self._connection.execute(
+            execute(
                 "CREATE TABLE IF NOT EXISTS drawn (key TEXT, writer TEXT, completion INTEGER, step "
                 "INTEGER, value TEXT NOT NULL, PRIMARY KEY (key, writer, completion, step)) "
                 "WITHOUT ROWID"
             )
-            self._connection.execute(
-                "INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,)
-            )
+            execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA_VERSION,))
             if self._model:
-                self._connection.execute(
-                    "INSERT OR IGNORE INTO meta VALUES ('model', ?)", (self._model,)
-                )
-        (version,) = self._connection.execute(
-            "SELECT value FROM meta WHERE name = 'schema'"
-        ).fetchone()
+                execute("INSERT OR IGNORE INTO meta VALUES ('model', ?)", (self._model,))
+        (version,) = execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
         if version != SCHEMA_VERSION:
             raise ResponseCacheError(
                 f"the response cache {self.path} has format {version!r}, this version reads "
@@ -173,7 +169,8 @@ class ResponseCache:
             )
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _as_cache_errors(self) -> Iterator[None]:
+        """Raise errors of SQLite and of the system as `ResponseCacheError`."""
         try:
             yield
         except sqlite3.OperationalError as error:  # locked, full, read-only, cannot open
@@ -220,8 +217,8 @@ class ResponseCache:
             if step == len(completions[completion]):
                 completions[completion] += tokens
         longest = {
-            key: max(of.values(), key=lambda drawn: sum(map(len, drawn)))
-            for key, of in found.items()
+            key: max(by_writer.values(), key=lambda drawn: sum(map(len, drawn)))
+            for key, by_writer in found.items()
         }
         taken = {key: drawn for key, drawn in longest.items() if any(drawn)}
         if taken:
@@ -236,7 +233,7 @@ class ResponseCache:
     ) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of `keys`."""
         wanted = list(dict.fromkeys(keys))
-        with self._explained():
+        with self._as_cache_errors():
             for start in range(0, len(wanted), _KEYS_PER_QUERY):
                 part = wanted[start : start + _KEYS_PER_QUERY]
                 marks = ",".join("?" * len(part))
@@ -269,7 +266,7 @@ class ResponseCache:
             if tokens
         ]
         if rows or parts:
-            with self._explained(), self._connection:
+            with self._as_cache_errors(), self._connection:
                 self._connection.execute(_BEGIN)
                 self._connection.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?)", rows)
                 self._connection.executemany(
@@ -296,18 +293,20 @@ class ResponseWriter:
         self._pending: dict[str, GenerationResult] = {}
         self._drawn: dict[str, dict[int, tuple[int, list[DrawnToken]]]] = {}
         self._timer: threading.Timer | None = None  # runs while something is pending
-        self._steps: dict[str, dict[int, int]] = {}  # that follow, by completion
-        self._restarted: set[str] = set()
+        self._steps: dict[str, dict[int, int]] = {}  # the next step of each completion
+        self._restarted: set[str] = set()  # keys whose stored tokens are to be deleted
+        # by `time.monotonic()`: the next write, and the oldest token that is not written
         self._due = self._waits_since = 0.0
-        self._fails = False
+        self._fails = False  # the last access failed
         self._keep_every_s = KEEP_EVERY_S
         self._lock = threading.RLock()
         self._cache: ResponseCache | None = None
-        with self._told_on_error():
+        with self._reported_once():
             self._cache = ResponseCache(path, model) if path is not None else None
 
     @contextmanager
-    def _told_on_error(self) -> Iterator[None]:
+    def _reported_once(self) -> Iterator[None]:
+        """Report the first `ResponseCacheError` until a write succeeds again, and raise none."""
         try:
             yield
         except ResponseCacheError as error:
@@ -317,13 +316,13 @@ class ResponseWriter:
 
     def get_many(self, keys: list[str]) -> dict[str, GenerationResult]:
         """Return the stored results among `keys`."""
-        with self._lock, self._told_on_error():
+        with self._lock, self._reported_once():
             return self._cache.get_many(keys) if self._cache else {}
         return {}
 
     def take_drawn(self, keys: list[str]) -> dict[str, list[list[DrawnToken]]]:
         """Return what was drawn of unfinished answers among `keys`, by completion."""
-        with self._lock, self._told_on_error():
+        with self._lock, self._reported_once():
             return self._cache.take_drawn(keys) if self._cache else {}
         return {}
 
@@ -338,16 +337,18 @@ class ResponseWriter:
             else:
                 self._flush_within(self._keep_every_s if self._fails else MAX_PENDING_S)
 
-    def draw(self, key: str, completion: int, step: int, drawn: DrawnToken) -> float | None:
-        """Keep a token of an answer that has not ended; return the seconds that tokens wait to be
-        written, None if they are not.
+    def add_drawn(self, key: str, completion: int, step: int, drawn: DrawnToken) -> float | None:
+        """Store a token of an answer that has not ended with the next transaction.
+
+        step: number of the token in its completion.
+        Returns the seconds that tokens wait to be written; None if they are not stored.
         """
         with self._lock:
             if self._cache is not None:
                 if not self._drawn and not self._fails:
                     self._waits_since = time.monotonic()
                 steps = self._steps.setdefault(key, {})
-                # again, since a worker was lost, and perhaps otherwise
+                # The answer is computed again, since a worker was lost, and may be another one.
                 if step != steps.get(completion, step):
                     steps.clear()
                     self._drawn.pop(key, None)
@@ -359,6 +360,7 @@ class ResponseWriter:
         return None
 
     def _flush_within(self, seconds: float) -> None:
+        """Write what is pending at most so many seconds from now."""
         due = time.monotonic() + seconds
         if self._timer is not None:
             if self._due <= due:
@@ -369,19 +371,20 @@ class ResponseWriter:
         self._timer.start()
 
     def _flush(self) -> None:
+        """Write what is pending; what cannot be written stays pending."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
             began = time.monotonic()
-            with self._told_on_error():
+            with self._reported_once():
                 if self._cache is not None:
                     self._cache.put_many(self._pending, self._drawn, self._restarted)
                     if self._fails:
                         report(Message("results are stored again", is_warning=False))
                 self._pending, self._drawn, self._restarted, self._fails = {}, {}, set(), False
-            seldom = min(_KEEP_AT_LEAST_EVERY_S, (time.monotonic() - began) / _KEEP_SHARE)
-            self._keep_every_s = max(KEEP_EVERY_S, seldom)
+            every_s = min(_MAX_KEEP_EVERY_S, (time.monotonic() - began) / _MAX_KEEP_SHARE)
+            self._keep_every_s = max(KEEP_EVERY_S, every_s)
 
     def close(self) -> None:
         """Write what is pending."""

@@ -1,21 +1,17 @@
 """Run entries of HELM (`mmlu:subject=anatomy,model=flexgen/opt-6.7b`), read and checked before HELM
 is imported.
 
-A check never refuses what HELM would run. It knows the run specs of HELM and of this package by
-their source files.
+A check never refuses what HELM would run.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -27,14 +23,18 @@ from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.naming_advice import naming_advice
 from flexgen_helm.checkpoint.suffixes import PREFIX, base_name, is_hub_name
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, listed, question
+from flexgen_helm.run_specs import (
+    package_folders,
+    run_expander_names,
+    run_spec_function,
+    run_spec_names,
+)
+from flexgen_helm.suggestions import closest, listed, question
 
 # By name, because importing the class would bring HELM's client machinery into every registration.
 CLIENT_CLASS = "flexgen_helm.plugin.client.FlexgenClient"
-# As HELM looks for one; `model_deployment=` alone is not enough.
-_NAMES_A_MODEL = re.compile(r"\bmodel=\b")
-_RUN_SPEC = re.compile(r"^@run_spec_function\(\s*[\"']([^\"']+)[\"']", re.MULTILINE)
-_RUN_EXPANDER = re.compile(r"^    name = [\"']([^\"']+)[\"']", re.MULTILINE)
+# How HELM finds that an entry names a model; `model_deployment=` alone is not enough.
+_MODEL_ARGUMENT = re.compile(r"\bmodel=\b")
 # An entry of a .conf file as HELM and we write them; a line that begins with '#' is a comment.
 _CONF_ENTRY = re.compile(
     r"^\s*\{?\s*\"?description\"?\s*[:=]\s*\"([^\"\\$]+)\"\s*[,}\n]", re.MULTILINE
@@ -46,7 +46,7 @@ def read_conf(path: Path) -> list[str]:
     return _CONF_ENTRY.findall(path.read_text(encoding="utf-8"))
 
 
-def parse(run_entry: str) -> tuple[str, dict[str, str]]:
+def parse_entry(run_entry: str) -> tuple[str, dict[str, str]]:
     """Return the name and the arguments of a run entry, as HELM reads it. Raises `UsageError`."""
     name, colon, rest = run_entry.partition(":")
     pairs = [pair.partition("=") for pair in rest.split(",")] if colon else []
@@ -58,7 +58,7 @@ def parse(run_entry: str) -> tuple[str, dict[str, str]]:
 
 def without_model(run_entry: str) -> str:
     """Return the entry without its model."""
-    scenario, arguments = parse(run_entry)
+    scenario, arguments = parse_entry(run_entry)
     kept = [
         f"{key}={value}"
         for key, value in arguments.items()
@@ -85,32 +85,32 @@ def check_entries(
     needs_weights: False with dummy weights.
     """
     deployments = _user_deployments(local_path)
-    # What others register is not known here.
-    is_open = has_plugins or any(
+    # What other plugins register cannot be checked here.
+    has_unknown_names = has_plugins or any(
         point.value.partition(".")[0] != "flexgen_helm" for point in entry_points(group="helm")
     )
-    parsed = [(run_entry, *parse(run_entry)) for run_entry in run_entries]
+    parsed = [(run_entry, *parse_entry(run_entry)) for run_entry in run_entries]
     for _, _, arguments in parsed:
         if (model := arguments.get("model", "")).startswith(("/", ".", "~")):
             raise UsageError(naming_advice(model))
-    if run_entries and not models and not any(map(_NAMES_A_MODEL.search, run_entries)):
+    if run_entries and not models and not any(map(_MODEL_ARGUMENT.search, run_entries)):
         first = run_entries[0]
         raise UsageError(
             f"the run entry {first!r} names no model: write "
-            f"{first}{',' if parse(first)[1] else ':'}model={PREFIX}{WHEEL_MODEL}, or another name "
-            "that `flexgen-helm models` lists"
+            f"{first}{',' if parse_entry(first)[1] else ':'}model={PREFIX}{WHEEL_MODEL}, or "
+            "another name that `flexgen-helm models` lists"
         )
     names = list(models)
     for run_entry, scenario, arguments in parsed:
         model = arguments.get("model", "")
         names += [model, arguments.get("model_deployment", "")]
-        if not is_open:
+        if not has_unknown_names:
             _check_scenario(scenario)
             if not models and model not in deployments:
-                _check_prefix(run_entry, model)
+                _check_has_prefix(run_entry, model)
     for name in dict.fromkeys(names):
         _check_model(name, deployments, needs_weights)
-    if not is_open:
+    if not has_unknown_names:
         for run_entry, scenario, arguments in parsed:
             _check_scenario_arguments(run_entry, scenario, arguments)
 
@@ -127,7 +127,7 @@ def _check_scenario(scenario: str) -> None:
         )
 
 
-def _check_prefix(run_entry: str, model: str) -> None:
+def _check_has_prefix(run_entry: str, model: str) -> None:
     """Raise `UsageError` for a model of ours without `flexgen/`."""
     # All names of HELM have a slash, but for groups such as `text`.
     if "/" not in model and {model, base_name(model)} & set(known_names().values()):
@@ -145,7 +145,7 @@ def _check_model(name: str, deployments: Mapping[str, str | None], needs_weights
         if (path := deployments[name]) is not None and needs_weights:
             resolved = resolve(path)
     elif name.startswith(PREFIX):
-        resolved = _resolve(name.removeprefix(PREFIX))
+        resolved = _resolve_short(name.removeprefix(PREFIX))
     # What the hub has is not asked.
     if (
         needs_weights
@@ -156,37 +156,38 @@ def _check_model(name: str, deployments: Mapping[str, str | None], needs_weights
         local_weights(resolved)
 
 
-def check_arguments(given: Namespace, *, needs_weights: bool = True) -> list[str]:
-    """Check all run entries and models of the arguments of `helm-run`; returns the hints for them.
+def check_entries_of_flags(flags: Namespace, *, needs_weights: bool = True) -> list[str]:
+    """Check all run entries and models of flags of `helm-run`; return hints for the user.
 
-    given: those that `cli.helm_flags` parsed. What an unusual .conf file says is left to HELM.
+    flags: as `cli.helm_flags.parse_helm_flags` returns them. What an unusual .conf file says is
+        left to HELM.
     Raises `UsageError` as `check_entries` does.
     """
-    run_entries, local_path = given_entries(given), Path(given.local_path or "prod_env")
+    run_entries, local_path = entries_of_flags(flags), Path(flags.local_path or "prod_env")
     check_entries(
         run_entries,
-        given.models_to_run or [],
+        flags.models_to_run or [],
         local_path=local_path,
         has_plugins=bool(
-            given.plugins
-            or given.enable_huggingface_models
-            or given.enable_local_huggingface_models
+            flags.plugins
+            or flags.enable_huggingface_models
+            or flags.enable_local_huggingface_models
         ),
         needs_weights=needs_weights,
     )
-    files = [Path(path) for path in given.conf_paths or ()] if given.priority is None else []
-    return [f"-c {file} is the shipped file" for file in files if not file.exists()] + hints(
+    files = [Path(path) for path in flags.conf_paths or ()] if flags.priority is None else []
+    return [f"-c {file} is the shipped file" for file in files if not file.exists()] + model_hints(
         run_entries, local_path
     )
 
 
-def given_entries(given: Namespace) -> list[str]:
-    """Return the run entries of the arguments of `helm-run`. Raises `UsageError` for a file that
+def entries_of_flags(flags: Namespace) -> list[str]:
+    """Return the run entries of flags of `helm-run`. Raises `UsageError` for a file that
     does not exist.
     """
-    run_entries = [*(given.run_specs or ()), *(given.run_entries or ())]
-    if given.priority is None:  # else HELM leaves entries out
-        for path in map(Path, given.conf_paths or ()):
+    run_entries = [*(flags.run_specs or ()), *(flags.run_entries or ())]
+    if flags.priority is None:  # else HELM leaves entries out
+        for path in map(Path, flags.conf_paths or ()):
             file = conf_file(path)
             with suppress(OSError, ValueError):  # HELM says why it cannot be read
                 run_entries += read_conf(file)
@@ -208,7 +209,7 @@ def conf_file(path: Path) -> Path:
         return path
     shipped = {
         file.name: file
-        for folder in _folders("flexgen_helm.runs")
+        for folder in package_folders("flexgen_helm.runs")
         for file in folder.glob("*.conf")
     }
     if path.name in shipped and path.parent in (Path(), Path("runs")):
@@ -222,28 +223,28 @@ def conf_file(path: Path) -> Path:
     raise UsageError(f"-c {path}: there is no such file; {advice}")
 
 
-def given_models(given: Namespace) -> list[ResolvedModel]:
-    """Return our models that the arguments of `helm-run` name; none whose names the user's own
+def models_of_flags(flags: Namespace) -> list[ResolvedModel]:
+    """Return our models that flags of `helm-run` name; none whose names the user's own
     files define.
     """
-    deployments = _user_deployments(Path(given.local_path or "prod_env"))
+    deployments = _user_deployments(Path(flags.local_path or "prod_env"))
     named = [
-        *(given.models_to_run or ()),
-        *(parse(entry)[1].get("model", "") for entry in given_entries(given)),
+        *(flags.models_to_run or ()),
+        *(parse_entry(entry)[1].get("model", "") for entry in entries_of_flags(flags)),
     ]
     names = [
         name for name in dict.fromkeys(named) if name.startswith(PREFIX) and name not in deployments
     ]
-    return [_resolve(name.removeprefix(PREFIX)) for name in names]
+    return [_resolve_short(name.removeprefix(PREFIX)) for name in names]
 
 
-def hints(run_entries: Sequence[str], local_path: Path) -> list[str]:
+def model_hints(run_entries: Sequence[str], local_path: Path) -> list[str]:
     """Return a sentence for each model that is neither ours nor the user's, with our name for it if
     there is one.
     """
     deployments = _user_deployments(local_path)
     repositories = {entry.hub_repo: entry.name for entry in CATALOG.values() if entry.hub_repo}
-    models = dict.fromkeys(parse(run_entry)[1].get("model", "") for run_entry in run_entries)
+    models = dict.fromkeys(parse_entry(run_entry)[1].get("model", "") for run_entry in run_entries)
     return [
         f"model={model} is computed by HELM's own client"
         + (
@@ -256,62 +257,21 @@ def hints(run_entries: Sequence[str], local_path: Path) -> list[str]:
     ]
 
 
-def run_spec_names() -> frozenset[str]:
-    """Return the names of all run specs of HELM and of this package; empty if HELM is not
-    installed.
-    """
-    return frozenset(_run_spec_files())
-
-
-def own_run_specs() -> frozenset[str]:
-    """Return the names of the run specs of this package."""
-    ours = set(_folders("flexgen_helm.scenarios"))
-    return frozenset(name for name, file in _run_spec_files().items() if ours & set(file.parents))
-
-
-@cache
-def _run_spec_files() -> dict[str, Path]:
-    """Return run spec -> the file that defines it."""
-    files: dict[str, Path] = {}
-    helm, ours = _folders("helm"), _folders("flexgen_helm.scenarios")
-    for folder in (
-        [folder / "benchmark" / "run_specs" for folder in helm] + ours if helm and ours else []
-    ):
-        for file in folder.rglob("*.py"):
-            files |= dict.fromkeys(_RUN_SPEC.findall(file.read_text(encoding="utf-8")), file)
-    return files
-
-
-def _folders(package: str) -> list[Path]:
-    spec = find_spec(package)
-    return (
-        [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
-    )
-
-
-@cache
-def _run_expanders() -> frozenset[str]:
-    """Return the arguments that every run spec of HELM takes; empty if they are not found."""
-    files = [folder / "benchmark" / "run_expander.py" for folder in _folders("helm")]
-    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
-    return frozenset(name for text in texts for name in _RUN_EXPANDER.findall(text))
-
-
-def _check_scenario_arguments(run_entry: str, scenario: str, given: Mapping[str, str]) -> None:
+def _check_scenario_arguments(run_entry: str, scenario: str, arguments: Mapping[str, str]) -> None:
     """Refuse an entry that lacks an argument of its run spec, or has one that does not exist."""
-    function, expanders = _function(scenario), _run_expanders()
+    function, expanders = run_spec_function(scenario), run_expander_names()
     if function is None or not expanders:
         return
     names = [parameter.arg for parameter in function.args.args + function.args.kwonlyargs]
     required = names[: len(function.args.args) - len(function.args.defaults)]
-    unknown = [key for key in given if key not in names and key not in expanders]
+    unknown = [key for key in arguments if key not in names and key not in expanders]
     if unknown and function.args.kwarg is None:
         meant = question(unknown[0], [*names, *(expanders if len(unknown[0]) > 2 else ())])
         raise UsageError(
             f"the run entry {run_entry!r} has {unknown[0]!r}, which {scenario} does not take; "
             f"{meant}it takes {', '.join(names) or 'no arguments of its own'}"
         )
-    missing = [name for name in required if name not in given]
+    missing = [name for name in required if name not in arguments]
     if missing:
         added = ",".join(f"{name}=…" for name in missing)
         rest = run_entry.partition(":")[2]
@@ -321,23 +281,8 @@ def _check_scenario_arguments(run_entry: str, scenario: str, given: Mapping[str,
         )
 
 
-@cache
-def _function(scenario: str) -> ast.FunctionDef | None:
-    """Return the function that makes a run spec; None where its source is written in another
-    way.
-    """
-    with suppress(KeyError, OSError, SyntaxError):
-        for node in ast.parse(_run_spec_files()[scenario].read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef):
-                for call in node.decorator_list:
-                    if isinstance(call, ast.Call) and scenario in [
-                        getattr(value, "value", "") for value in call.args
-                    ]:
-                        return node
-    return None
-
-
-def _resolve(short: str) -> ResolvedModel:
+def _resolve_short(short: str) -> ResolvedModel:
+    """Resolve a name without `flexgen/`. Raises `UsageError` where it is none."""
     # `flexgen-helm run` writes org/repo as org--repo, whatever folders there are.
     if "/" in short and not is_hub_name(short):
         raise UsageError(naming_advice(short))
@@ -345,8 +290,9 @@ def _resolve(short: str) -> ResolvedModel:
 
 
 def _user_deployments(folder: Path) -> dict[str, str | None]:
-    """Return the names in the user's deployment file that mean more than the name itself says, and
-    paths of models.
+    """Return what a name means in the user's deployment file, for names that are not only ours.
+
+    The value is the model's path, if its weights are read from there; else None.
     """
     deployments: dict[str, str | None] = {}
     try:

@@ -68,7 +68,8 @@ def table_text(
         words = max(map(len, _folded(text, 1, hanging)))  # of the longest word: no line is shorter
         widths.append(
             max(
-                min(full_widths[-1], max(_UNBROKEN, words)), *map(len, _folded(heading, 1, hanging))
+                min(full_widths[-1], max(_UNBROKEN, words)),
+                *map(len, _folded(heading, 1, hanging)),
             )
         )
     kept = list(range(len(headings)))
@@ -99,7 +100,10 @@ def table_text(
 
 
 def _folded(cell: str, width: int, hanging: str) -> list[str]:
-    """Return a cell's lines of at most `width`, or of its longest word."""
+    """Return a cell's lines of at most `width` columns, or as wide as its longest word.
+
+    hanging: what a line begins with that continues another one.
+    """
     wrapper, lines = TextWrapper(width, break_long_words=False, break_on_hyphens=False), []
     for line in cell.split("\n"):
         text = line.lstrip()

@@ -1,17 +1,32 @@
-"""Tiers of memory, and sizes that the plans, the scheduler and the stores share. No torch."""
+"""Tiers of memory and their limits; sizes, counts and times that the planner and the engine share.
+No torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 Tier = Literal["gpu", "cpu", "disk"]
 Fractions = Mapping[Tier, float]
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
-# Where something is, for people.
+# Where something is, in sentences.
 TIER_PLACES: Mapping[Tier, str] = {"gpu": "in GPU memory", "cpu": "in memory", "disk": "on disk"}
 Kind = Literal["weights", "cache", "activations"]
 KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Bytes that each tier may hold; None for what the machine has, less a margin.
+
+    gpu: the workspace included.
+    """
+
+    gpu: int | None = None
+    cpu: int | None = None
+    disk: int | None = None
 
 
 def limit_flag(tier: Tier) -> str:
@@ -30,14 +45,14 @@ UNLIMITED = 1 << 62
 # that sequences of similar length (the queue is sorted) share a capacity and that their memory is
 # freed soon.
 BLOCK_SEQUENCES = 32
-# The same with cache and weights on the compute device: each block is one more call a layer, 0.2 ms
-# for a 135M model.
+# Sequences of one cache block where cache and weights are on the compute device: each block is one
+# more call a layer, 0.2 ms for a 135M model.
 LARGE_BLOCK_SEQUENCES = 128
 # Sequences that decode together with resident weights: a CPU's products are near their full rate at
 # a hundred.
 MAX_SEQUENCES: Mapping[Tier, int] = {"cpu": 128, "gpu": 512}
-# The same for long answers: the one that ends last decides how many passes a run takes, so all
-# begin early.
+# Sequences that decode together where answers may be long: the one that ends last decides how many
+# passes a run takes, so all begin early.
 LONG_MAX_SEQUENCES = 512
 # Blocks of a searched policy that run at once: the search counts every answer with its expected
 # length, and on average running answers have half of it.
@@ -48,12 +63,12 @@ LONG_BLOCKS = 2
 # to stay in its caches. Converting packed weights for each batch takes as long as 6 rows of their
 # products.
 BATCH_TOKENS = 1024
-# The same with streamed weights, which are upcast anew for every batch: fewer and larger batches
-# pay. Under a policy, too, where experts are streamed: their products have the rows of a whole
-# pass, and memory is for its tokens.
+# Tokens of one batch with streamed weights, which are upcast anew for every batch: fewer and larger
+# batches pay. Also under a policy where experts are streamed: their products have the rows of a
+# whole pass, and memory is for its tokens.
 STREAMED_BATCH_TOKENS = 2048
-# The same where a policy counts sequences instead of tokens: bounds the workspace of their prompts.
-# And on a device, where converting takes as long as 100 to 1,000 rows.
+# Tokens of one batch at most where a policy counts sequences, which bounds the workspace of their
+# prompts; and on a device, where converting weights takes as long as 100 to 1,000 rows.
 MAX_BATCH_TOKENS = 4096
 # Prompt tokens that join a pass with resident weights. Interleaved decoding reads the weights once
 # more for each pass (about 2 %), and results arrive steadily instead of at the end of a block.
@@ -65,15 +80,21 @@ LONG_PAGE_TOKENS = 64
 # ones get it at once: there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128
 
+# --- Seconds ---
+# Seconds that a drawn token waits at most to be written.
+KEEP_EVERY_S = 10.0
+# Seconds after which the hidden states of a pass without decoding are kept.
+KEEP_STATES_EVERY_S = 600.0
+
 # --- Bytes ---
 # Direct I/O requires addresses, offsets and lengths that are multiples of this.
 ALIGNMENT = 4096
 # Smallest staging ring: three units of 1 MiB, so that one is used while the next one arrives.
 MIN_STAGING_BYTES = 3 << 20
-# Fewest slots for offloaded experts, for the same reason.
+# Fewest slots for offloaded experts: one is used while the next one arrives.
 MIN_EXPERT_SLOTS = 3
-# Pinned memory of a thread that copies over the link from or to memory that is not: a piece takes a
-# millisecond.
+# Pinned memory of a thread that copies between a device and memory that is not pinned, piece by
+# piece: a piece of this size takes a millisecond.
 COPY_BUFFER_BYTES = 8 << 20
 # Bytes of rows that a thread gathers at once from the places that have parts of them.
 GATHER_BYTES = 4 << 20
@@ -91,8 +112,8 @@ ALL_EXPERTS_FROM = 0.9
 # Elements of a matrix that are upcast or dequantized at once on the CPU: 4 MiB in float32, which
 # stay in its cache.
 HOST_UPCAST_ELEMENTS = 1 << 20
-# The same on a device, where each tile is two launches: the largest matrices of a 70B model whole,
-# 512 MiB in 16 bits.
+# Elements upcast at once on a device, where each tile is two launches: the largest matrices
+# of a 70B model whole, 512 MiB in 16 bits.
 DEVICE_UPCAST_ELEMENTS = 256 << 20
 # Probabilities in float64 from which tokens are drawn at once: vocabulary by sequences, at least of
 # one sequence. On CPUs they stay in the caches; on a GPU few large kernels take the place of many
@@ -102,13 +123,13 @@ SAMPLED_ELEMENTS: Mapping[Tier, int] = {"cpu": 1 << 17, "gpu": 1 << 21}
 # --- Shares of a tier ---
 # Free bytes that hidden states of waiting batches may take where no policy says so.
 ACTIVATIONS_SHARE = 0.1
-# The same on the compute tier where offloaded experts are read once for all tokens that have room
-# there.
+# Free bytes of the compute tier that hidden states may take where offloaded experts are read once
+# for all tokens that have room there.
 EXPERTS_SHARE = 0.5
-# Two layers of an offloaded cache block, of what is free on the compute tier: where its slots grow
-# by pages because answers may become long, and elsewhere.
+# Share of what is free on the compute tier that two layers of an offloaded cache block may take:
+# where its slots grow by pages because answers may become long, and elsewhere.
 STAGED_CACHE_SHARE, MAX_STAGED_CACHE_SHARE = 0.25, 0.5
-# Weights in the compute dtype; the KV cache keeps the rest.
+# Share of free memory for copies of weights in the compute dtype; the KV cache keeps the rest.
 COPIES_SHARE = 0.5
 # Lanes for each rank of a pipeline where sequences need one pass only: ranks are idle at its
 # beginning and its end, a fifth of the time at most.

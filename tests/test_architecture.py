@@ -45,7 +45,7 @@ TORCH_FREE = [
     "flexgen_helm.run_entries",
     "flexgen_helm.runs.data",
     "flexgen_helm.planner.plan",
-    "flexgen_helm.cli.suite_lengths",
+    "flexgen_helm.cli.suite_workload",
 ]
 
 

@@ -162,7 +162,7 @@ def test_arguments_that_the_docs_show_are_taken(checkout):
     from flexgen_helm.cli.app import command_line
     from flexgen_helm.cli.helm_flags import check_helm_flags, parse_helm_flags
     from flexgen_helm.config import FLAGS, EngineConfig, options_of_flags
-    from flexgen_helm.run_entries import check_arguments
+    from flexgen_helm.run_entries import check_entries_of_flags
 
     root: Any = command_line()
     for line in shown_commands():
@@ -171,7 +171,7 @@ def test_arguments_that_the_docs_show_are_taken(checkout):
         if name != "run":
             continue
         check_helm_flags(context, context.args)
-        check_arguments(parse_helm_flags(context.args), needs_weights=False)
+        check_entries_of_flags(parse_helm_flags(context.args), needs_weights=False)
         options = options_of_flags({flag: context.params.get(flag) for flag in FLAGS})
         for precision in str(options.pop("precision", "fp16")).split(","):
             EngineConfig(**options, precision=precision)

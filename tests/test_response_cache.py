@@ -275,10 +275,10 @@ def test_tokens_that_are_drawn_again_replace_the_first_ones(tmp_path):
     """Another worker may draw others at a near-tie."""
     with closing(ResponseWriter(tmp_path / "j.sqlite", "some")) as writer:
         for step, token in enumerate(TOKENS * 2):
-            writer.draw("k", 0, step, token)
+            writer.add_drawn("k", 0, step, token)
             writer._flush()
         for step, token in enumerate(TOKENS[::-1]):
-            writer.draw("k", 0, step, token)
+            writer.add_drawn("k", 0, step, token)
     with closing(ResponseCache(tmp_path / "j.sqlite")) as cache:
         assert cache.take_drawn(["k"]) == {"k": [TOKENS[::-1]]}
 
@@ -304,8 +304,8 @@ def test_tokens_are_written_soon_and_those_of_an_answer_never(tmp_path, monkeypa
     monkeypatch.setattr(response_cache, "KEEP_EVERY_S", 0.1)
     with closing(ResponseWriter(tmp_path / "j.sqlite", "some")) as writer:
         for step, token in enumerate(TOKENS):
-            writer.draw("k", 0, step, token)
-            writer.draw("done", 0, step, token)
+            writer.add_drawn("k", 0, step, token)
+            writer.add_drawn("done", 0, step, token)
         writer.add("done", SOME)
         deadline = time.monotonic() + 20
         while not (found := stored_tokens(tmp_path / "j.sqlite")) and time.monotonic() < deadline:
@@ -328,7 +328,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
         size = writer._cache._connection.execute
         size("PRAGMA max_page_count = 8")
         for step in range(20_000):
-            waits_s = writer.draw("k", 0, step, TOKENS[0])
+            waits_s = writer.add_drawn("k", 0, step, TOKENS[0])
             if step % 2000 == 1:
                 writer._flush()
         assert waits_s > 0.01  # the panel says so

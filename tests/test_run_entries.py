@@ -30,15 +30,15 @@ from flexgen_helm.cli.helm_flags import parse_helm_flags
 from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
 from flexgen_helm.plugin import suite
 from flexgen_helm.run_entries import (
-    check_arguments,
     check_entries,
+    check_entries_of_flags,
     conf_file,
-    given_entries,
-    hints,
-    parse,
+    entries_of_flags,
+    model_hints,
+    parse_entry,
     read_conf,
-    run_spec_names,
 )
+from flexgen_helm.run_specs import run_spec_names
 from tests.helpers.data_sets import write_legalbench_settings
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
@@ -59,9 +59,9 @@ def test_an_entry_is_read_as_helm_reads_it(entry):
         theirs = parse_object_spec(entry)
     except ValueError:
         with pytest.raises(UsageError, match="key=value"):
-            parse(entry)
+            parse_entry(entry)
         return
-    name, arguments = parse(entry)
+    name, arguments = parse_entry(entry)
     assert name == theirs.class_name and list(arguments) == list(theirs.args)
     # HELM makes numbers of what looks like one.
     assert all(
@@ -207,24 +207,24 @@ def test_all_entries_of_a_command_are_checked(tmp_path):
         'entries: [\n  {description: "simple_mcq:model=flexgen/opt-125m", priority: 2}\n]\n'
     )
     with pytest.raises(UsageError, match="did you mean simple_mcqa"):
-        check_arguments(
+        check_entries_of_flags(
             parse_helm_flags(
                 ["-r", f"simple_mcqa:model={MODEL}", "-c", str(conf), "-m", "10", "--suite", "s"]
             )
         )
     with pytest.raises(UsageError, match="did you mean opt-125m"):
-        check_arguments(
+        check_entries_of_flags(
             parse_helm_flags(["-r", "simple_mcqa", "--models-to-run", "flexgen/opt-126m"])
         )
     with pytest.raises(UsageError, match="needs a prefix"):
-        check_arguments(parse_helm_flags(["-r", "simple_mcqa:model=gpt2"]))
+        check_entries_of_flags(parse_helm_flags(["-r", "simple_mcqa:model=gpt2"]))
     with pytest.raises(UsageError, match="there is no such file"):
-        check_arguments(parse_helm_flags(["-c", "no/such/file"]))
+        check_entries_of_flags(parse_helm_flags(["-c", "no/such/file"]))
     (tmp_path / "models.yaml").write_text("mine: /models/mine\n")
     with pytest.raises(
         UsageError, match=(r"models\.yaml has no run entries.*goes into FLEXGEN_HELM_MODELS")
     ):
-        check_arguments(parse_helm_flags(["-c", str(tmp_path / "models.yaml")]))
+        check_entries_of_flags(parse_helm_flags(["-c", str(tmp_path / "models.yaml")]))
     (tmp_path / "latin.conf").write_bytes(b'entries: [{description: "\xe9"}]')
     for accepted in (
         ["-c", str(tmp_path / "latin.conf"), str(tmp_path)],
@@ -233,10 +233,10 @@ def test_all_entries_of_a_command_are_checked(tmp_path):
         ["-r", "simple_mcqa:model=gpt2", "--enable-huggingface-models", "gpt2"],
         [],
     ):
-        assert check_arguments(parse_helm_flags(accepted)) == []
+        assert check_entries_of_flags(parse_helm_flags(accepted)) == []
     assert (
         len(
-            check_arguments(
+            check_entries_of_flags(
                 parse_helm_flags(["-r", "simple_mcqa:model=facebook/opt-6.7b", "-m", "1"])
             )
         )
@@ -249,8 +249,8 @@ def test_a_shipped_file_is_found_from_every_folder(tmp_path, monkeypatch):
     shipped = read_conf(ROOT / "runs" / "quickstart.conf")
     for named in ("runs/quickstart.conf", "quickstart.conf"):
         given = parse_helm_flags(["-c", named, "-m", "1"])
-        assert given_entries(given) == shipped
-        assert check_arguments(given) == [f"-c {named} is the shipped file"]
+        assert entries_of_flags(given) == shipped
+        assert check_entries_of_flags(given) == [f"-c {named} is the shipped file"]
         (path,) = passed_to_helm(["-c", named, "-m", "1", "--suite", "s"], monkeypatch).conf_paths
         assert read_conf(Path(path)) == shipped
     with pytest.raises(UsageError, match=r"no such file; did you mean runs/quickstart\.conf"):
@@ -413,7 +413,7 @@ def test_a_model_of_helms_own_clients_is_hinted_at(tmp_path):
         "gsm:model=openai/gpt2",
         "gsm",
     ]
-    assert hints(entries, tmp_path) == [
+    assert model_hints(entries, tmp_path) == [
         (
             "model=facebook/opt-6.7b is computed by HELM's own client; write "
             "model=flexgen/opt-6.7b for flexgen_helm"
@@ -425,4 +425,4 @@ def test_a_model_of_helms_own_clients_is_hinted_at(tmp_path):
         for name in ("lab/a", MODEL)
     ]
     (tmp_path / "model_deployments.yaml").write_text(yaml.safe_dump({"model_deployments": content}))
-    assert hints([f"simple_mcqa:model={MODEL}", "gsm:model=lab/a"], tmp_path) == []
+    assert model_hints([f"simple_mcqa:model={MODEL}", "gsm:model=lab/a"], tmp_path) == []

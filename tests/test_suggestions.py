@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.known_names import close_names
-from flexgen_helm.files import closest, listed
-from flexgen_helm.run_entries import run_spec_names
+from flexgen_helm.run_specs import run_spec_names
+from flexgen_helm.suggestions import closest, listed
 
 MODELS = {
     "llama3-8b": "llama-3-8b",

@@ -17,11 +17,11 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
-from flexgen_helm.files import closest
 from flexgen_helm.offload.matrices import OffloadedMatrix
 from flexgen_helm.offload.prefetcher import RingSlot, StreamedMatrix
 from flexgen_helm.offload.weights import Weight
 from flexgen_helm.planner.storage_sizes import StorageSizes
+from flexgen_helm.suggestions import closest
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
@@ -194,7 +194,7 @@ def test_a_file_is_seen_that_is_given_a_value():
     def work():
         return closest("smolm", ["smollm2", "opt-125m"])
 
-    assert files_given(lambda value: value == "smolm", work) == {"files.py"}
+    assert files_given(lambda value: value == "smolm", work) == {"suggestions.py"}
     assert files_given(lambda value: value == "another", work) == set()
 
 

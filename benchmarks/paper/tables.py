@@ -26,7 +26,6 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.cli.console import print_table
 from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.measured_range import MeasuredRange, measured_range
 from flexgen_helm.planner.policy import Policy
@@ -36,6 +35,7 @@ from flexgen_helm.planner.schedules import SCHEDULES, ZIGZAG, Schedule
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
 from flexgen_helm.tiers import TIERS
+from flexgen_helm.units import count
 
 # A smaller figure with two decimals is too coarse to compare with.
 MIN_TOKENS_PER_S = 0.05

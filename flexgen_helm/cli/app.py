@@ -17,7 +17,7 @@ from flexgen_helm.cli.typer_commands import Command, Group, help_text
 from flexgen_helm.concurrency import require_linux
 from flexgen_helm.errors import Interrupted
 
-_NAMES_OF_HELP = {"help_option_names": ["-h", "--help"]}
+_HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 # Flags of helm-run and lm-eval are passed on, in the order given. Without -h, which would be found
 # in words such as -ohome.
 _PASSED_ON = {
@@ -27,10 +27,14 @@ _PASSED_ON = {
 }
 
 
-class _Entry(NamedTuple):
-    """A command: the panel of --help that shows it, and its module below `flexgen_helm.cli`.
+class _CommandEntry(NamedTuple):
+    """Where a command is, and what it gets.
 
-    has_screen: it shows progress; False where it does so itself.
+    panel: of --help, which shows it.
+    module: below `flexgen_helm.cli`, with a function of the command's name.
+    has_engine: it has the engine flags.
+    has_screen: it runs inside a `Screen`; False where it opens one itself.
+    passes_on: flags that it does not know go to another program.
     """
 
     panel: str
@@ -41,50 +45,53 @@ class _Entry(NamedTuple):
 
 
 COMMANDS = {
-    "quickstart": _Entry("Start here", "quickstart", has_screen=False),
-    "models": _Entry("Start here", "models"),
-    "entries": _Entry("Start here", "entries"),
-    "run": _Entry("Evaluate", "run", has_engine=True, has_screen=False, passes_on=True),
-    "lm-eval": _Entry("Evaluate", "serve", passes_on=True),
-    "serve": _Entry("Evaluate", "serve", has_engine=True, has_screen=False),
-    "report": _Entry("Evaluate", "report"),
-    "compare": _Entry("Evaluate", "report"),
-    "verify": _Entry("Evaluate", "verify", has_engine=True),
-    "plan": _Entry("Plan", "plan", has_engine=True),
-    "profile": _Entry("Plan", "plan"),
-    "fetch": _Entry("Models", "models"),
-    "convert": _Entry("Models", "models"),
-    "batch": _Entry("Without HELM", "batch", has_engine=True),
-    "divergence": _Entry("Without HELM", "divergence", has_engine=True),
-    "doctor": _Entry("This installation", "doctor"),
-    "clean": _Entry("This installation", "clean"),
+    "quickstart": _CommandEntry("Start here", "quickstart", has_screen=False),
+    "models": _CommandEntry("Start here", "models"),
+    "entries": _CommandEntry("Start here", "entries"),
+    "run": _CommandEntry("Evaluate", "run", has_engine=True, has_screen=False, passes_on=True),
+    "lm-eval": _CommandEntry("Evaluate", "lm_eval", passes_on=True),
+    "serve": _CommandEntry("Evaluate", "serve", has_engine=True, has_screen=False),
+    "report": _CommandEntry("Evaluate", "report"),
+    "compare": _CommandEntry("Evaluate", "report"),
+    "verify": _CommandEntry("Evaluate", "verify", has_engine=True),
+    "plan": _CommandEntry("Plan", "plan", has_engine=True),
+    "profile": _CommandEntry("Plan", "plan"),
+    "fetch": _CommandEntry("Models", "models"),
+    "convert": _CommandEntry("Models", "models"),
+    "batch": _CommandEntry("Without HELM", "batch", has_engine=True),
+    "divergence": _CommandEntry("Without HELM", "divergence", has_engine=True),
+    "doctor": _CommandEntry("This installation", "doctor"),
+    "clean": _CommandEntry("This installation", "clean"),
 }
 
 
 def command_line(first: str | None = None) -> Any:
-    """Return the command line; first: its first word, a command that is imported alone."""
+    """Return the command line of all commands.
+
+    first: its first word; if that is a command, no other one is imported.
+    """
     app = typer.Typer(
         cls=Group,
         help="Evaluate large language models with HELM on a machine too small for them.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    app.callback(context_settings=_NAMES_OF_HELP)(_root)
+    app.callback(context_settings=_HELP_NAMES)(_root)
     names = [] if first == "--version" else [first] if first in COMMANDS else COMMANDS
     for name in names:
-        _add(app, name, COMMANDS[name])
+        _add_command(app, name, COMMANDS[name])
     return typer.main.get_command(app)
 
 
-def _add(app: typer.Typer, name: str, entry: _Entry) -> None:
+def _add_command(app: typer.Typer, name: str, entry: _CommandEntry) -> None:
     module = import_module(f"flexgen_helm.cli.{entry.module}")
-    command, kind = getattr(module, name.replace("-", "_")), Command
+    command, command_class = getattr(module, name.replace("-", "_")), Command
     if entry.has_engine:
         command = with_engine_flags(command)
     if name == "run":
         from flexgen_helm.cli.helm_flags import RunCommand, with_helm_flags
 
-        command, kind = with_helm_flags(command), RunCommand
+        command, command_class = with_helm_flags(command), RunCommand
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
@@ -98,8 +105,8 @@ def _add(app: typer.Typer, name: str, entry: _Entry) -> None:
 
     app.command(
         name,
-        cls=kind,
-        context_settings=_PASSED_ON if entry.passes_on else _NAMES_OF_HELP,
+        cls=command_class,
+        context_settings=_PASSED_ON if entry.passes_on else _HELP_NAMES,
         help=help_text(command.__doc__ or ""),
         rich_help_panel=entry.panel,
     )(wrapper)

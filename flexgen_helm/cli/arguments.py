@@ -58,6 +58,11 @@ OutputPath = Annotated[
 DEFAULT_OUTPUT = Path("benchmark_output")
 
 
+def output_flags(output_path: Path) -> list[str]:
+    """Return the flags that name HELM's output folder, none for the default."""
+    return [] if output_path == DEFAULT_OUTPUT else ["-o", str(output_path)]
+
+
 # When a suite ends: of `run` and `plan`.
 
 UntilTime = Annotated[

@@ -19,7 +19,7 @@ from flexgen_helm.cli.console import read_input, say, write_json
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, RequestError, UnknownModelError, UsageError
-from flexgen_helm.files import append, count, read_object
+from flexgen_helm.files import append, read_object
 from flexgen_helm.harnesses.openai_formats import (
     ApiError,
     EncodedPrompt,
@@ -39,18 +39,22 @@ from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments, ModelReader, model_arguments
 from flexgen_helm.service.service import Service
+from flexgen_helm.units import count
 
-_ID = "batch_req_"
+# Beginning of the ids of output lines.
+_ID_PREFIX = "batch_req_"
 # End of the name of the file that says what `verify` must know.
-_RECORD = ".run.json"
-_KEYS = {"custom_id", "method", "url", "body"}
+_RECORD_SUFFIX = ".run.json"
+_LINE_KEYS = {"custom_id", "method", "url", "body"}
 
 
 @dataclass(frozen=True)
 class _Line:
-    """An input line: what it asks, or why it cannot be answered.
+    """An input line: its request, or why it cannot be answered.
 
-    identity: the same for the same line of the same file, and for no other.
+    identity: digest of its number and text.
+    custom_id: None where it is missing.
+    prompts: of the body, once they are encoded.
     """
 
     identity: str
@@ -148,8 +152,9 @@ def _parse_lines(content: bytes) -> Iterator[_Line]:
 
 
 def _parse_line(number: int, text: bytes, line_of_id: dict[str, int]) -> _Line:
-    """Return a line, or why it cannot be answered; line_of_id: custom ids so far, which it adds
-    to.
+    """Return a line, or why it cannot be answered.
+
+    line_of_id: number of the line that has each custom id so far; this one's is added.
     """
     identity, custom_id = hashlib.sha256(b"%d\n" % number + text).hexdigest()[:24], None
     try:
@@ -162,9 +167,9 @@ def _parse_line(number: int, text: bytes, line_of_id: dict[str, int]) -> _Line:
             raise ApiError(f"line {number} has no custom_id, which must be a text", "custom_id")
         if (first := line_of_id.setdefault(custom_id, number)) != number:
             raise ApiError(f"custom_id of line {number} is that of line {first} too", "custom_id")
-        if unknown := sorted(set(line) - _KEYS):
+        if unknown := sorted(set(line) - _LINE_KEYS):
             raise ApiError(
-                f"line {number} has {unknown[0][:60]!a}; known are {', '.join(sorted(_KEYS))}"
+                f"line {number} has {unknown[0][:60]!a}; known are {', '.join(sorted(_LINE_KEYS))}"
             )
         if line.get("method", "POST") != "POST":
             raise ApiError(f"method of line {number} must be POST", "method")
@@ -224,7 +229,7 @@ class _Answerer:
         return replace(line, prompts=prompts)
 
     def _response(self, service: Service, line: _Line) -> tuple[int, Json]:
-        """Wait for the answers to a line."""
+        """Wait for the answers to a line; return status and body of the response."""
         if line.body is None:
             return _failure(line)
         results = [service.respond(self.model, prompt.request).result for prompt in line.prompts]
@@ -236,6 +241,7 @@ class _Answerer:
 
 
 def _failure(line: _Line) -> tuple[int, Json]:
+    """Return status and body of the response to a line that cannot be answered."""
     assert line.error is not None
     return error_status(line.error), error_body(line.error)
 
@@ -247,7 +253,7 @@ def _write_answers(out: Path, parsed: Sequence[_Line], answers: Iterable[tuple[i
         for line, (status, body) in zip(parsed, answers, strict=True):
             request_id = f"req_{line.identity}"
             answer = {
-                "id": f"{_ID}{line.identity}",
+                "id": f"{_ID_PREFIX}{line.identity}",
                 "custom_id": line.custom_id,
                 "response": {"status_code": status, "request_id": request_id, "body": body},
                 "error": None,
@@ -259,7 +265,7 @@ def _write_answers(out: Path, parsed: Sequence[_Line], answers: Iterable[tuple[i
 
 def _write_record(out: Path, answerer: _Answerer, service: Service) -> None:
     """Write what `verify` must know of the answers beside them."""
-    chat, path = None, out.with_name(out.name + _RECORD)
+    chat, path = None, out.with_name(out.name + _RECORD_SUFFIX)
     with suppress(UsageError):  # a model without a chat template: its chat lines failed
         chat = answerer.reader.chat(answerer.model)
     record = service.record(answerer.model, chat)
@@ -273,7 +279,7 @@ def _write_record(out: Path, answerer: _Answerer, service: Service) -> None:
 def recorded_lines(out: Path, requests: Path) -> AnswerFile:
     """Return the answers in an output file; requests: the input file."""
     content = read_input("--requests", requests)
-    lines = {f"{_ID}{line.identity}": line for line in _parse_lines(content)}
+    lines = {f"{_ID_PREFIX}{line.identity}": line for line in _parse_lines(content)}
     reader = ModelReader("batch")
 
     def as_recorded(answer: Json) -> RecordedAnswer:
@@ -295,4 +301,4 @@ def recorded_lines(out: Path, requests: Path) -> AnswerFile:
             as_recorded(answer) for answer in answers if answer["response"]["status_code"] == 200
         ]
 
-    return AnswerFile(out, "batch", read_object(out.with_name(out.name + _RECORD)), read)
+    return AnswerFile(out, "batch", read_object(out.with_name(out.name + _RECORD_SUFFIX)), read)

@@ -20,11 +20,11 @@ from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.console import output, print_json, print_rows, say
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import count, size
 from flexgen_helm.locks import InUseError, locked
+from flexgen_helm.units import count, size
 
 _DAY_S = 86_400.0
-# Folders whose names begin with a point are rests of a conversion, or of a removal.
+# Folders whose names begin with a point are what an ended conversion or removal has left.
 _STORED = (
     "journal/*.sqlite", "converted/*/*", "models/[!.]*", "offload/weights-*", "offload/run-*",
     "offload/logits-*", "offload/hidden-*", "*/.*.removed",
@@ -47,27 +47,22 @@ class StoredItem:
     is_removed: bool = False
 
 
-_Names = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[NAME]...", help="What to remove, as it is listed; * stands for any letters."
-    ),
-]
-_OlderThan = Annotated[
-    float | None,
-    typer.Option(
-        "--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."
-    ),
-]
-_Yes = Annotated[
-    bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")
-]
-
-
 def clean(
-    names: _Names = None,
-    older_than: _OlderThan = None,
-    yes: _Yes = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="What to remove, as it is listed; * stands for any letters."
+        ),
+    ] = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option(
+            "--older-than", metavar="DAYS", min=0, help="Only what was not used for so many days."
+        ),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove it. Without this flag nothing is removed.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List stored weights and answers with their size and last use; remove those that are named,
@@ -93,7 +88,15 @@ def clean(
         rows = [{**asdict(item), "path": str(item.path)} for item in items]
         print_json({"home": str(home), "items": rows})
     else:
-        cells = [(size(item.num_bytes), _age(item), _state(item), item.name) for item in items]
+        cells = [
+            (
+                size(item.num_bytes),
+                _age(item),
+                "removed" if item.is_removed else "in use" if item.is_in_use else "",
+                item.name,
+            )
+            for item in items
+        ]
         width = max([output().width, *(44 + len(item.name) for item in items)])  # names are copied
         print_rows(["size", "last use", "state", "name"], cells, width=width)
         total = size(sum(item.num_bytes for item in items))
@@ -148,8 +151,10 @@ def stored_items(home: Path) -> Iterator[StoredItem]:
 
 
 def _lock(stack: ExitStack, path: Path) -> bool:
-    """Hold the locks beside it, those of engines, downloads and conversions; False where a process
-    has one.
+    """Hold the locks of what is stored at a path until the stack is closed; False where a process
+    has one of them.
+
+    They are files beside `path`: of engines, downloads and conversions.
     """
     target = path.with_name(path.name.removeprefix(".").removesuffix(".partial"))
     locks = [path.with_suffix(".lock"), target.with_name(f".{target.name}.lock")]
@@ -184,7 +189,3 @@ def remove(item: StoredItem) -> None:
 def _age(item: StoredItem) -> str:
     days = int((time.time() - item.last_used) // _DAY_S)
     return f"{count(days, 'day')} ago" if days > 0 else "today"
-
-
-def _state(item: StoredItem) -> str:
-    return "removed" if item.is_removed else "in use" if item.is_in_use else ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import replace_text
 from flexgen_helm.terminal import fill_for, table_text
+from flexgen_helm.units import rough_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,8 +75,13 @@ def print_command(words: Sequence[str]) -> None:
     console.print(" \\\n".join(lines), soft_wrap=True)
 
 
+def stop_costs(seconds: float) -> str:
+    """Say what a stop costs; empty if that is not known."""
+    return f"a stop costs at most {rough_duration(seconds)} of computing" if seconds else ""
+
+
 def output() -> Console:
-    """Return rich's console on stdout, wide if stdout is a file."""
+    """Return rich's console on stdout, `_FILE_WIDTH` columns wide if stdout is a file."""
     from rich import console
 
     class Console(console.Console):

@@ -20,9 +20,9 @@ from flexgen_helm.cli.console import print_json, read_input, say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count
 from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
+from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 class ComparedModel:
     """A model in a precision.
 
-    label: what it is called in the output.
+    label: its name in the output.
+    name: of the model, as it was given.
+    precision: the precision's name.
     """
 
     label: str
@@ -113,9 +115,7 @@ def divergence(
         )
     models = _compared(model, second, baseline, engine)
     if suite is not None:
-        _check_suite_flags(
-            {"--text": text, "--window": window, "--max-windows": max_windows}, models
-        )
+        _check_suite({"--text": text, "--window": window, "--max-windows": max_windows}, models)
         by_entry = _prompts_of_suite(model, models[0].precision, output_path / "runs" / suite)
     elif text is None or window is None:
         raise UsageError(
@@ -124,32 +124,34 @@ def divergence(
         )
     else:
         content = _read_text(text)
-
     from flexgen_helm.engine.divergence import require_comparable, score
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.engine.opening import open_files
 
     opened = models if second else models[:1]
-    files = [open_files(resolve(model.name), model.options) for model in opened]
+    files = [open_files(resolve(compared.name), compared.options) for compared in opened]
     if second is not None:
         require_comparable(files, by_layer)
     if text is not None and window is not None:
         by_entry = {"": _prompts_of_text(model, files[0], content, window, max_windows)}
     if len(models) == 1:
         with Engine.from_config(model, models[0].options) as loaded:
-            return say_perplexity(score(loaded, by_entry[""]), as_json)
+            return print_perplexity(score(loaded, by_entry[""]), as_json)
     divergences = _divergences(models, by_entry, files[0][0], by_layer, prints=not as_json)
     if as_json:
-        subject: dict[str, Any] = {"model": model}
-        subject |= {"text": str(text), "window": window} if suite is None else {"suite": suite}
-        _print_divergences(subject, divergences)
+        text_or_suite = {"text": str(text), "window": window} if suite is None else {"suite": suite}
+        _print_divergences({"model": model, **text_or_suite}, divergences)
 
 
 def _print_divergences(
     subject: Mapping[str, Any], divergences: Mapping[str, Sequence[Divergence]]
 ) -> None:
-    """Print divergences as JSON; subject: of what they are. Those of a text have the entry ""."""
-    precisions = {entry: [*map(asdict, of_entry)] for entry, of_entry in divergences.items()}
+    """Print divergences as JSON.
+
+    subject: the model, and the text or suite.
+    divergences: by run entry; "" for a text.
+    """
+    precisions = {entry: [*map(asdict, models)] for entry, models in divergences.items()}
     if "" in precisions:
         _print_json({**subject, "precisions": precisions[""]})
     else:
@@ -157,7 +159,7 @@ def _print_divergences(
         _print_json({**subject, "entries": entries})
 
 
-def _check_suite_flags(text_flags: Mapping[str, object], models: Sequence[ComparedModel]) -> None:
+def _check_suite(text_flags: Mapping[str, object], models: Sequence[ComparedModel]) -> None:
     """Raise `UsageError` for flags of a text beside a suite, and where nothing is compared."""
     for flag, value in text_flags.items():
         if value is not None:
@@ -215,9 +217,12 @@ def _divergences(
     by_layer: bool,
     prints: bool,
 ) -> dict[str, list[Divergence]]:
-    """Compute the baseline, and then the models one after the other beside its rows.
+    """Compute the first model, the baseline, and compare the others with it, one after the other.
 
+    by_entry: prompts by run entry; "" for a text.
+    checkpoint: the baseline's.
     prints: print each divergence as soon as it is there.
+    Returns the divergences of the other models, by run entry.
     """
     from flexgen_helm.engine.divergence import Baseline
     from flexgen_helm.engine.engine import Engine
@@ -246,6 +251,7 @@ def _divergences(
 
 
 def _scored(prompts: ComparedPrompts, compared: Compared) -> ScoredTokens:
+    """Return the compared tokens with the number of the document that each is of."""
     import numpy as np
 
     from flexgen_helm.report.divergence import ScoredTokens
@@ -254,7 +260,7 @@ def _scored(prompts: ComparedPrompts, compared: Compared) -> ScoredTokens:
     return ScoredTokens(np.repeat(documents, [*map(len, prompts.compared)]), *compared.values)
 
 
-def say_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
+def print_perplexity(logprobs: NDArray[np.float64], as_json: bool) -> None:
     """Print {tokens_scored, nll, perplexity}; `nll` is the total in nats. Infinite is what no float
     can hold.
     """

@@ -24,8 +24,9 @@ from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, print_rows
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.files import existing_folder, size
+from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.host_memory import host_memory
+from flexgen_helm.units import size
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -47,7 +48,6 @@ def doctor(
     Each line says what was found, and what to do if it is not enough. The exit code is 1 if a check
     failed.
     """
-
     findings = run_checks(model)
     failed = any(finding.status == "failed" for finding in findings.values())
     if as_json:
@@ -75,7 +75,11 @@ LOW_MEMORY, LOW_DISK = 2 << 30, 5 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check. remedy: what to do, one sentence; None if nothing need be done"""
+    """Result of a check.
+
+    found: in words.
+    remedy: one sentence on what to do; None if nothing need be done.
+    """
 
     status: Literal["ok", "warning", "failed"]
     found: str
@@ -111,7 +115,12 @@ def _packages() -> Finding:
     """Some bounds exclude versions with published holes (SECURITY.md)."""
     from flexgen_helm.report.versions import versions
 
-    wrong = {name: needed for name, needed in _requirements().items() if not _is_met(needed)}
+    wrong = {
+        name: needed
+        for name, needed in _requirements().items()
+        if (version := _installed(name)) is None
+        or not needed.specifier.contains(version, prereleases=True)
+    }
     if wrong:
         pins = " ".join(f'"{name}{needed.specifier}"' for name, needed in wrong.items())
         installed = ", ".join(f"{name} {_installed(name) or 'is absent'}" for name in wrong)
@@ -290,11 +299,6 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _is_met(needed: Requirement) -> bool:
-    version = _installed(needed.name)
-    return version is not None and needed.specifier.contains(version, prereleases=True)
 
 
 def _python_subprocess(code: str, *arguments: str) -> str | None:

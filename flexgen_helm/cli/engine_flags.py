@@ -24,10 +24,11 @@ from flexgen_helm.config import (
     parse_option,
 )
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import require_writable, size, size_argument
+from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.cuda_presence import require_cuda, why_no_cuda
 from flexgen_helm.hardware.host_memory import host_memory, lacking_address_space
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
+from flexgen_helm.units import size, size_argument
 
 if TYPE_CHECKING:
     pass
@@ -126,7 +127,7 @@ def warn_of_limits_beyond(
 
 
 def to_arguments(options: EngineOptions) -> list[str]:
-    """Return the flags that stand for these options."""
+    """Return the words of the command line that set these options."""
     words = []
     for option, flag in FLAGS.values():
         value = options.get(option)

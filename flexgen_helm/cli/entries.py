@@ -87,22 +87,17 @@ def entries(
 def all_rows(
     output_path: Path, every: bool = False, leaderboards: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the entries of the files in runs/, those of HELM that need no data, and `every` other
-    scenario.
+    """Return the entries of the files in runs/, and those of HELM that need no data.
 
-    leaderboards: with the files of HELM's leaderboards.
+    every: also the other scenarios of HELM, of which only the names are known.
+    leaderboards: also the entries of HELM's leaderboards.
 
     Keys of a row: run_entry, without a model; source, the file in runs/, 'flexgen_helm' or 'HELM';
     needs, the data set, or 'nothing' if the scenario generates its data; place, where the data
     belongs; is_here; folder, where it is.
     """
-    from flexgen_helm.run_entries import (
-        own_run_specs,
-        parse,
-        read_conf,
-        run_spec_names,
-        without_model,
-    )
+    from flexgen_helm.run_entries import parse_entry, read_conf, without_model
+    from flexgen_helm.run_specs import our_run_spec_names, run_spec_names
     from flexgen_helm.runs.data import DATA, HELM_ENTRIES
 
     sources: dict[str, str] = {}
@@ -112,13 +107,13 @@ def all_rows(
     sources |= {entry: "HELM" for entry in HELM_ENTRIES if entry not in sources}
     # Our run specs before they are in a file of runs/, and scenarios of HELM of which only the name
     # is known.
-    known = {parse(entry)[0] for entry in sources}
-    new = own_run_specs() - known
+    known = {parse_entry(entry)[0] for entry in sources}
+    new = our_run_spec_names() - known
     sources |= dict.fromkeys(sorted(new), "flexgen_helm")
     sources |= dict.fromkeys(sorted(run_spec_names() - known - new) if every else (), "HELM")
     rows = []
     for entry, source in sources.items():
-        scenario, arguments = parse(entry)
+        scenario, arguments = parse_entry(entry)
         row: dict[str, Any] = {
             "run_entry": entry,
             "source": source,

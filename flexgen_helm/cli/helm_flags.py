@@ -19,7 +19,7 @@ from flexgen_helm.cli.completion import complete_helm_models
 from flexgen_helm.cli.engine_flags import ENGINE_FLAGS
 from flexgen_helm.cli.typer_commands import Command, flag_parameter, refuse_twice, with_parameters
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, listed
+from flexgen_helm.suggestions import closest, listed
 
 
 class HelmFlag(NamedTuple):
@@ -118,7 +118,7 @@ HELM_FLAGS: tuple[HelmFlag, ...] = (
 )
 
 
-class _Once(Action):
+class _StoreOnce(Action):
     """Store a value, or join lists; `given.joined` has the flags whose lists were joined."""
 
     def __call__(
@@ -134,6 +134,8 @@ class _Once(Action):
 
 
 class _FlagParser(ArgumentParser):
+    """Raises `UsageError` where argparse would end the process."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"run: {message}")
 
@@ -151,7 +153,7 @@ def parse_helm_flags(args: Sequence[str]) -> Namespace:
         if flag.metavar is None:
             parser.add_argument(*flag.names, action="store_true")
         else:
-            parser.add_argument(*flag.names, action=_Once, nargs=flag.nargs, type=flag.type)
+            parser.add_argument(*flag.names, action=_StoreOnce, nargs=flag.nargs, type=flag.type)
     flags, unknown = parser.parse_known_args(args)
     known = [*(name for flag in HELM_FLAGS for name in flag.names), *ENGINE_FLAGS, *RAY_FLAGS]
     for word in unknown:  # a flag that only a newer HELM knows is left to HELM
@@ -216,13 +218,16 @@ _PARAMETERS = {
 
 
 def with_helm_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the flags of helm-run to the parameters of `run`. They are never parsed here."""
+    """Add the flags of helm-run to the parameters of `run`, for its help and completion.
+
+    Their values are dropped here, because HELM parses them.
+    """
 
     def wrapper(**values: Any) -> None:
         command(**{name: value for name, value in values.items() if name not in _PARAMETERS})
 
-    own = inspect.signature(command).parameters.values()
-    return with_parameters(command, wrapper, [*_PARAMETERS.values(), *own])
+    parameters = inspect.signature(command).parameters.values()
+    return with_parameters(command, wrapper, [*_PARAMETERS.values(), *parameters])
 
 
 class RunCommand(Command):

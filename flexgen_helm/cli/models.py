@@ -15,14 +15,14 @@ from flexgen_helm.cli.arguments import JsonFlag, ModelName, Revision
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import output, print_json, print_rows, say
 from flexgen_helm.errors import FlexgenError, UnknownModelError
-from flexgen_helm.files import size
+from flexgen_helm.units import size
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.fit import Fit
     from flexgen_helm.tiers import Tier
 
 _PRECISIONS = ("fp16", "4bit")
-_SHORT: dict[Fit, str] = {
+_FITS: dict[Fit, str] = {
     "in GPU memory": "GPU",
     "in memory": "memory",
     "offloaded to disk": "disk",
@@ -82,7 +82,7 @@ def models(
     rows = list_models(machine, pattern or "")
     if pattern and not rows:
         from flexgen_helm.checkpoint.known_names import close_names
-        from flexgen_helm.files import listed
+        from flexgen_helm.suggestions import listed
 
         close = close_names(pattern)
         question = (
@@ -154,7 +154,7 @@ def list_models(machine: MachineLimits, pattern: str = "") -> list[Row]:
 
 
 def _row(name: str, machine: MachineLimits, pattern: str) -> Row | None:
-    """Return the facts of a model, None if the pattern does not match."""
+    """Return the row of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import GGUF_SIZE
     from flexgen_helm.checkpoint.local_files import local_weights
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config, resolve
@@ -195,7 +195,7 @@ def _print_rows(rows: list[Row]) -> None:
         cells.append([row.name, _parameters(row.parameters), row.architecture or ""])
         for name in _PRECISIONS:
             cells[-1] += (
-                [size(row.bytes[name]), _SHORT[row.fits[name]]] if name in row.bytes else ["", ""]
+                [size(row.bytes[name]), _FITS[row.fits[name]]] if name in row.bytes else ["", ""]
             )
         cells[-1].append("no" if row.is_here is None else "yes" if row.is_here else "")
     headings = ["model", "params", "architecture", "fp16", "fp16 in", "4bit", "4bit in", "here"]

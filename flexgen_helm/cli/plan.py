@@ -5,7 +5,7 @@ why.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,21 +27,16 @@ from flexgen_helm.cli.console import (
     print_json,
     print_rows,
     print_table,
+    stop_costs,
     write_json,
 )
 from flexgen_helm.cli.engine_flags import to_arguments
-from flexgen_helm.cli.plan_problem import (
-    PlanOptions,
-    print_stored_type,
-    print_time,
-    problem_for,
-    range_text,
-)
+from flexgen_helm.cli.plan_problem import PlanOptions, problem_for
+from flexgen_helm.cli.plan_text import print_stored_type, print_time, range_text
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, rate_text, size, spelled_duration
 from flexgen_helm.planner.schedules import AUTOMATIC
-from flexgen_helm.progress import stop_costs
+from flexgen_helm.units import count, rate_text, size, spelled_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.plan import Plan
@@ -57,7 +52,7 @@ _KIND_NAMES: Mapping[Kind, str] = {
 # Shares that are placed further from the policy's than this are mentioned.
 _NOTABLE_SHARE = 0.02
 # An entry that HELM needs no download for; users put their own in its place.
-_RUN_ENTRY = "simple_mcqa:model="
+_EXAMPLE_ENTRY = "simple_mcqa:model="
 
 
 _Model = Annotated[
@@ -193,6 +188,7 @@ def _plan_lengths(
     config = options.config
     _check_search(config, gen_len)
     problem = problem_for(options, prompt_len, gen_len, num_seqs)
+    from flexgen_helm.hardware.profile import MEASURED
     from flexgen_helm.planner.plan import make_plan, search_precisions
 
     schedule, max_latency = config.fixed_schedule, config.max_latency
@@ -219,7 +215,11 @@ def _plan_lengths(
     _print_placement(planned)
     _print_remarks(planned)
     if command is not None:
-        _print_how_to_run(command, problem.hardware.name, options.helm_name is not None)
+        hardware = problem.hardware.name
+        machine = "" if hardware == MEASURED else f" on {hardware}"
+        entries = "" if options.helm_name is None else ", with your own run entries"
+        output().print(f"To run it{machine}{entries}:")
+        print_command(command)
 
 
 def _check_search(config: EngineConfig, gen_len: int) -> None:
@@ -249,18 +249,24 @@ def _run_command(options: PlanOptions, planned: Plan) -> list[str] | None:
         command = ["batch", "IN.jsonl", "-o", "OUT.jsonl", "--model", options.model]
     else:
         instances = 100 if problem.endless else problem.workload.num_sequences
-        command = ["run", "-r", f"{_RUN_ENTRY}{options.helm_name}", "-m", str(instances)]
+        command = ["run", "-r", f"{_EXAMPLE_ENTRY}{options.helm_name}", "-m", str(instances)]
     return ["flexgen-helm", *command, *flags]
 
 
 def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | None]) -> None:
+    """Print how long the work takes, or why it does not fit.
+
+    by_precision: plans to compare with.
+    """
     problem, prediction, console = planned.problem, planned.solution.prediction, output()
     workload, precision = problem.workload, problem.precision.name
     number = "prompts" if problem.endless else count(workload.num_sequences, "prompt")
     if not prediction.feasible:
         console.print(planned.why, style="bold")
     elif problem.endless:  # blocks of other precisions are not of this size
-        print_time(planned.expected, f"a block of {_block_text(planned)}", precision)
+        print_time(
+            planned.expected, f"a block of {count(planned.block_sequences, 'sequence')}", precision
+        )
     else:
         print_time(planned.expected, number, precision, by_precision)
     console.print(
@@ -279,10 +285,6 @@ def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | No
             print_table([_precision_row(*item) for item in by_precision.items()])
 
 
-def _block_text(planned: Plan) -> str:
-    return count(planned.block_sequences, "sequence")
-
-
 def _print_remarks(planned: Plan) -> None:
     """Print the batches, what bounds the speed, and what a stop costs."""
     from flexgen_helm.planner.affine import fraction_vector
@@ -297,7 +299,8 @@ def _print_remarks(planned: Plan) -> None:
     )
     batches += f", prompts in {prediction.passes} passes" if prediction.passes > 1 else ""
     console.print(
-        f"Computed together: {_block_text(planned)}, {batches}; schedule {solution.schedule}."
+        f"Computed together: {count(planned.block_sequences, 'sequence')}, {batches}; "
+        f"schedule {solution.schedule}."
     )
     exact = fraction_vector(policy, problem.compute_tier == "gpu")
     if abs(exact - placed_fractions(problem, policy)).max() > _NOTABLE_SHARE:
@@ -311,15 +314,6 @@ def _print_remarks(planned: Plan) -> None:
         console.print(
             "Prompts that begin alike are not counted here: their common tokens are computed once."
         )
-
-
-def _print_how_to_run(command: Sequence[str], hardware: str, has_entries: bool) -> None:
-    from flexgen_helm.hardware.profile import MEASURED
-
-    machine = "" if hardware == MEASURED else f" on {hardware}"
-    entries = ", with your own run entries" if has_entries else ""
-    output().print(f"To run it{machine}{entries}:")
-    print_command(command)
 
 
 def _precision_row(name: str, planned: Plan | None) -> dict[str, str]:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexgen_helm.cli.console import output, say
+from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import warn_of_limits_beyond
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import existing_folder, require_writable, rough_duration, size
+from flexgen_helm.files import existing_folder, require_writable
+from flexgen_helm.units import size
 
 if TYPE_CHECKING:
     from flexgen_helm.hardware.profile import HardwareProfile
-    from flexgen_helm.planner.measured_range import Expectation
-    from flexgen_helm.planner.plan import Plan
     from flexgen_helm.planner.problem import PlanningProblem
-    from flexgen_helm.planner.suite_plan import SuitePlan
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class PlanOptions:
 
 
 def problem_for(
-    asked: PlanOptions, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None
+    options: PlanOptions, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None
 ) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
@@ -84,7 +81,7 @@ def problem_for(
     from flexgen_helm.planner.plan import planning_problem
     from flexgen_helm.planner.workload import Workload
 
-    config, model = asked.config, asked.model
+    config, model = options.config, options.model
     for flag, value in (
         ("--prompt-len", prompt_len),
         ("--gen-len", gen_len),
@@ -98,7 +95,7 @@ def problem_for(
             f"{prompt_len} + {gen_len} tokens are beyond the {model_config.max_positions} "
             f"positions of {model}"
         )
-    profile = profile_for(config, asked.hardware)
+    profile = profile_for(config, options.hardware)
     machine = "this machine" if profile.name == MEASURED else profile.name
     profile = profile_for_device(
         profile, config.device, config.link_gb_s, config.disk_gb_s, "take --device cpu"
@@ -111,35 +108,35 @@ def problem_for(
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         limits=allowed,
-        precision=asked.precision
+        precision=options.precision
         if config.weights == "dummy"
-        else planned_precision(model, asked.precision),
+        else planned_precision(model, options.precision),
         storage_dtype=dtype,
         overlap=config.overlap,
         cpu_attention=config.cpu_attention,
         endless=num_seqs is None,
-        ranks=asked.stages,
+        ranks=options.stages,
     )
     if config.device != "sim" and allowed.gpu is not None:  # this limit holds for computing, too
         room = problem.workspace.room_beside(allowed.gpu)
         problem = replace(problem, limits={**problem.limits, "gpu": float(room)})
     memory = problem.limits["gpu"] + problem.limits["cpu"]
-    if asked.hardware != "measured" or (
+    if options.hardware != "measured" or (
         config.fixed_policy is None and problem.stored_bytes <= memory
     ):
         return problem  # and PyTorch, which opens weights, is not imported
-    return _beside_weights(problem, asked)
+    return _beside_weights(problem, options)
 
 
-def _beside_weights(problem: PlanningProblem, asked: PlanOptions) -> PlanningProblem:
+def _beside_weights(problem: PlanningProblem, options: PlanOptions) -> PlanningProblem:
     """Return the problem with room for weights of the model that this machine's disk has
     already.
     """
     from flexgen_helm.checkpoint.names import resolve
     from flexgen_helm.offload.matrices import bytes_at_rest
 
-    config = asked.config
-    model, folder = resolve(asked.model), _offload_folder(config)
+    config = options.config
+    model, folder = resolve(options.model), _offload_folder(config)
     at_rest = bytes_at_rest(model, problem.precision, folder, config)
     if not at_rest:
         return problem
@@ -176,42 +173,3 @@ def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
     return replace(
         profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free)
     )
-
-
-def print_stored_type(model: str, problem: PlanningProblem) -> None:
-    """Say what becomes of weights that are published in another type than 16 bits."""
-    from flexgen_helm.checkpoint.names import quantized_by
-
-    if not (method := quantized_by(model)):
-        return
-    counted = f"the plan counts {size(problem.stored_bytes)} in {problem.precision.name}"
-    if not problem.precision.published.by_name:
-        text = f"are stored as {method} and read as 16 bits; {counted}"
-    elif problem.precision.weights is None:
-        text = f"rest as published, in {method}; {counted}"
-    else:
-        text = f"are published in {method} and rounded a second time; {counted}"
-    output().print(f"The weights {text}.")
-
-
-def print_time(
-    expected: Expectation,
-    work: str,
-    precision: str,
-    plans: Mapping[str, Plan | SuitePlan | None] = {},
-) -> None:
-    """Print what matters most: how long the work takes; plans: of other precisions, too."""
-    about = (
-        f"About {rough_duration(expected.seconds)} ({range_text(expected)}) for {work} in "
-        f"{precision}"
-    )
-    more = [
-        f"{name}: {rough_duration(found.expected.seconds)}"
-        for name, found in plans.items()
-        if found and name != precision
-    ]
-    output().print("; ".join(filter(None, (about, ", ".join(more)))) + ".", style="bold")
-
-
-def range_text(expected: Expectation) -> str:
-    return f"{rough_duration(expected.low)} to {rough_duration(expected.high)}"

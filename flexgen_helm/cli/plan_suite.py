@@ -10,32 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexgen_helm.cli.arguments import DEFAULT_OUTPUT, seconds_left
+from flexgen_helm.cli.arguments import output_flags, seconds_left
 from flexgen_helm.cli.console import output, print_command, print_json, print_rows, print_table
 from flexgen_helm.cli.engine_flags import to_arguments
-from flexgen_helm.cli.plan_problem import (
-    PlanOptions,
-    print_stored_type,
-    print_time,
-    problem_for,
-    range_text,
-)
+from flexgen_helm.cli.plan_problem import PlanOptions, problem_for
+from flexgen_helm.cli.plan_text import print_stored_type, print_time, range_text
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, size, spelled_duration
 from flexgen_helm.planner.suite_plan import ANSWER_FACTOR
 from flexgen_helm.report.ratio_of_sums import margin_shown
 from flexgen_helm.tiers import TIER_PLACES
+from flexgen_helm.units import count, size, spelled_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.planner.suite_plan import ScenarioPlan, SuitePlan
 
-# As HELM's leaderboards take.
+# So many as HELM's leaderboards take.
 _MOST_INSTANCES = 1000
+# Time of the sample that is printed without --until and --hours.
 _NIGHT_S = 8 * 3600.0
-# Share of answers whose score differs between two precisions or models, for which shown differences
-# are told.
+# Share of the answers whose score differs between two precisions or models, as far as the smallest
+# margin that a sample can prove depends on it.
 FLIPS = 0.05
-# Suite of the commands that are told.
+# Name of the suite in the commands that are printed.
 _SUITE = "planned"
 
 
@@ -43,9 +39,9 @@ _SUITE = "planned"
 class SuiteOptions:
     """The run entries to plan, and where HELM's prompts of them are.
 
-    most_instances: None for as many as the prompts were made for.
+    most_instances: of each entry; None for as many as the prompts were made for.
     output_path: folder that has `runs`.
-    suite: None where none was given.
+    suite: with the prompts; None where none was given.
     """
 
     conf_paths: Sequence[Path]
@@ -76,22 +72,22 @@ class SuiteOptions:
         return entries
 
     def prompts(self, entries: Sequence[str], remedy: str) -> dict[str, Path]:
-        """Return the file of HELM's prompts of each entry. Raises `UsageError` where there is
-        none.
+        """Return the file with HELM's prompts of each entry. Raises `UsageError`, with the remedy,
+        where there is none.
         """
-        from flexgen_helm.cli.suite_lengths import made_prompts, prompts_of
+        from flexgen_helm.cli.suite_workload import find_prompts, prompt_files
 
         if self.suite is None:
             raise UsageError(f"a suite's plan counts the requests that HELM has made; {remedy}")
         folder, files = self.output_path / "runs" / self.suite, {}
-        known_files = made_prompts(folder, remedy)
+        files_of_suite = prompt_files(folder, remedy)
         for entry in entries:
-            if (file := prompts_of(entry, known_files)) is None:
+            if (file := find_prompts(entry, files_of_suite)) is None:
                 raise UsageError(f"the suite in {folder} has no prompts of {entry!r}; {remedy}")
             files[entry] = file
         return files
 
-    def remedy(self, helm_name: str | None) -> str:
+    def how_to_make_prompts(self, helm_name: str | None) -> str:
         """Say how to make the prompts; helm_name: of the model of -r entries that name none."""
         suite = self.suite or _SUITE
         words = ["flexgen-helm", "run", "--dry-run"]
@@ -99,7 +95,7 @@ class SuiteOptions:
         named = [_with_model(entry, helm_name) for entry in self.run_entries]
         words += ["-r", *named] if named else []
         words += ["-m", str(self.most_instances or _MOST_INSTANCES), "--suite", suite]
-        words += [] if self.output_path == DEFAULT_OUTPUT else ["-o", str(self.output_path)]
+        words += output_flags(self.output_path)
         return f"make its prompts with `{shlex.join(words)}`, then plan with --suite {suite}"
 
 
@@ -117,17 +113,17 @@ def print_suite(
 
     Raises `UsageError` where HELM has made no prompts of an entry.
     """
-    from flexgen_helm.cli.suite_lengths import PromptReader
+    from flexgen_helm.cli.suite_workload import WorkloadReader
     from flexgen_helm.planner.suite_plan import plan_suite
     from flexgen_helm.report.run_folder import asked_instances
 
-    entries, remedy = suite.read_entries(), suite.remedy(asked.helm_name)
+    entries, remedy = suite.read_entries(), suite.how_to_make_prompts(asked.helm_name)
     files = suite.prompts(entries, remedy)
     made_for = max(asked_instances(file.parent) for file in files.values())
     most_instances = suite.most_instances or made_for or _MOST_INSTANCES
     problem = problem_for(asked)
     device = "cpu" if problem.compute_tier == "cpu" else "cuda"
-    reader = PromptReader(problem.config, device, problem.precision.cache)
+    reader = WorkloadReader(problem.config, device, problem.precision.cache)
     workloads = [
         reader.workload(entry, file, most_instances, remedy) for entry, file in files.items()
     ]
@@ -153,7 +149,7 @@ def print_suite(
         }
         print_json(content)
     else:
-        _print(planned, asked.model, commands)
+        _print_plan(planned, asked.model, commands)
         _print_sample(sample, with_entries=left_s is not None)
 
 
@@ -193,12 +189,12 @@ def _commands(
 
 
 def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
-    """Return the share of the instances that one run computes in so many seconds, and what it is of
-    each entry.
+    """Return the share of the instances that one run computes in `left_s` seconds, and how many
+    instances of each entry that are; keys as of `plan --json`.
     """
 
     def share(factor: float, most_s: float) -> float:
-        """To a thousandth."""
+        """Return the share, in thousandths, with answers that are `factor` times as long."""
         thousandths = range(1, 1001)
         return (
             bisect_right(thousandths, most_s, key=lambda n: planned.sample_s(n / 1000, factor))
@@ -219,7 +215,7 @@ def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
     return {"seconds": left_s, "share": expected, "least_share": least, "entries": entries}
 
 
-def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) -> None:
+def _print_plan(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) -> None:
     plan, total, console = planned.plan, planned.expected, output()
     entries = planned.entries
     number = f"{len(entries):,} run {'entry' if len(entries) == 1 else 'entries'}"

@@ -27,6 +27,7 @@ from flexgen_helm.cli.arguments import (
     RayCores,
     RayWorkers,
     UntilTime,
+    output_flags,
     ray_session,
     seconds_left,
 )
@@ -37,12 +38,13 @@ from flexgen_helm.cli.report import check_margin, print_page
 from flexgen_helm.cli.screen import Screen
 from flexgen_helm.config import EngineConfig, EngineOptions
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import count, duration, read_object, require_writable
+from flexgen_helm.files import read_object, require_writable
 from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.locks import sole_writer
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions
-from flexgen_helm.run_entries import check_arguments, given_models
+from flexgen_helm.run_entries import check_entries_of_flags, models_of_flags
+from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession
@@ -50,7 +52,12 @@ if TYPE_CHECKING:
 
 
 class SuiteEnd(NamedTuple):
-    """When a suite ends, as of `run_suite`."""
+    """When a suite ends before all is computed.
+
+    until: by `time.time()`, infinite for no time.
+    margin: largest difference that counts as equal, as a fraction: the suite ends when all pairs
+        are decided; None: it does not end for that.
+    """
 
     until: float
     margin: float | None
@@ -116,7 +123,7 @@ def run_and_show(
     _require_utf8()
     precisions = split_precisions(engine.get("precision", ""))
     flags = parse_helm_flags(arguments)
-    for hint in check_arguments(flags, needs_weights=engine.get("weights") != "dummy"):
+    for hint in check_entries_of_flags(flags, needs_weights=engine.get("weights") != "dummy"):
         say(hint)
     _check_memory(flags, engine)
     output = Path(flags.output_path or DEFAULT_OUTPUT)
@@ -158,6 +165,7 @@ def run_and_show(
 
 
 def _require_utf8() -> None:
+    """Raise `UsageError` for a locale in which HELM misreads its files."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
         raise UsageError(
@@ -183,11 +191,12 @@ def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
 
     refused: dict[int, MemoryLimitError] = {}
     machine = Machine({"gpu": 0, "cpu": config.limits.cpu, "disk": 0}, "cpu")
-    for model in given_models(flags):
+    for model in models_of_flags(flags):
         with suppress(UsageError):  # is said where the model is looked up
             sizes = read_model_config(model)[0]
-            precisions = split_precisions(engine.get("precision", ""))
-            for precision in precisions or [model.options.get("precision", "fp16")]:
+            for precision in split_precisions(engine.get("precision", "")) or [
+                model.options.get("precision", "fp16")
+            ]:
                 storage = StorageSizes(sizes, planned_precision(model, precision))
                 try:
                     require_least_memory(storage, machine, model.name)
@@ -198,6 +207,7 @@ def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
 
 
 def _new_log() -> Path:
+    """Return a new log file, and delete the oldest ones."""
     folder, name = state_dir() / "logs", f"{time.strftime('run-%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +239,7 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
         for folder in outcome.finished[:1]:
             suite = folder.parent.relative_to(output / "runs")
             words = ["plan", "-c", "FILE", "--model", "MODEL", "--suite", str(suite)]
-            words += [] if output == DEFAULT_OUTPUT else ["-o", str(output)]
+            words += output_flags(output)
             say(f"How long they take:\n  {shlex.join(['flexgen-helm', *words])}")
         return
     finished = []
@@ -240,7 +250,7 @@ def _print_scores(outcome: SuiteOutcome, output: Path) -> None:
         folder = outcome.finished[0].parent
         print_page(scores_page(folder, finished))
         flags = ["--suite", str(folder.relative_to(output / "runs"))]
-        flags += [] if output == DEFAULT_OUTPUT else ["-o", str(output)]
+        flags += output_flags(output)
         say(f"More about it:\n  {shlex.join(['flexgen-helm', 'report', *flags])}")
         precisions = [run.precision for run in finished]
         if len({(run.model, run.precision) for run in finished}) > len(

@@ -15,23 +15,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from flexgen_helm.files import count, duration, size
+from flexgen_helm.cli.console import stop_costs
 from flexgen_helm.progress import (
     Event,
     Message,
     ModelInUse,
+    Progress,
     ProgressPhase,
     describe,
     observed_by,
     reading,
-    stop_costs,
     time_left,
 )
-from flexgen_helm.request import Progress
 from flexgen_helm.terminal import fill_for, is_terminal
+from flexgen_helm.units import count, duration, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,7 +45,7 @@ _MAX_WIDTH = 100
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
-class _Data:
+class _PanelStdout:
     """Stdout of a command with a panel: the first write removes the panel."""
 
     def __init__(self, stdout: TextIO, remove: Callable[[], None]) -> None:
@@ -60,9 +59,9 @@ class _Data:
         return getattr(self._stdout, name)
 
 
-class _Messages:
-    """Stderr of a command: above its panel, from when there is one; a logger keeps the stream that
-    it finds.
+class _PanelStderr:
+    """Stderr of a command: above its panel as soon as there is one. Loggers keep the stream that
+    they find at first, so it has to be this one.
     """
 
     def __init__(self, screen: Screen) -> None:
@@ -90,12 +89,13 @@ class Screen:
         self._began = time.monotonic()
         self._activities: dict[int, ProgressPhase | Progress] = {}  # the newest of each thread
         self._model: ModelInUse | None = None
-        self._plan = self._number = ""  # number: which of several precisions it is
-        # of what was reported; the panel's own thread takes it, so rich is not called
+        self._plan_text = self._ordinal = ""  # number: which of several precisions it is
+        # Guards what was reported. The panel's thread takes it while it draws, so whoever holds it
+        # calls nothing of rich.
         self._lock = threading.Lock()
         self._panel_lock = threading.RLock()
         self._live: Live | None = None
-        self.above = self.stderr  # the panel, if there is one
+        self.above = self.stderr  # prints above the panel, if there is one
         self._ended = threading.Event()
 
     def __enter__(self) -> Screen:
@@ -107,9 +107,9 @@ class Screen:
                 show = self._show_panel
                 if self._log is None:
                     resources.enter_context(
-                        redirect_stdout(cast(TextIO, _Data(self.stdout, self.close)))
+                        redirect_stdout(cast(TextIO, _PanelStdout(self.stdout, self.close)))
                     )
-                    resources.enter_context(redirect_stderr(cast(TextIO, _Messages(self))))
+                    resources.enter_context(redirect_stderr(cast(TextIO, _PanelStderr(self))))
             else:
                 show = self._print_lines
             thread = threading.Thread(target=show, name="screen", daemon=True)
@@ -118,12 +118,7 @@ class Screen:
             self._resources = resources.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._resources.close()
 
     def close(self) -> None:
@@ -141,34 +136,35 @@ class Screen:
     # Events, from any thread
 
     def _on_event(self, event: Event) -> None:
+        """Note an event, and print it where it is a message or begins a phase of the log."""
         if isinstance(event, Message):
             self.say(event.text)
             return
-        thread, is_new_stage = threading.get_ident(), False
+        thread, is_new_phase = threading.get_ident(), False
         with self._lock:
             if isinstance(event, ProgressPhase):
                 before = self._activities.get(thread)
-                is_new_stage = not event.is_finished and getattr(before, "name", None) != event.name
+                is_new_phase = not event.is_finished and getattr(before, "name", None) != event.name
                 self._activities[thread] = event
                 if event.name == "metrics":  # of all models
                     self._model = None
             elif isinstance(event, Progress):
                 self._activities[thread] = event
             elif isinstance(event, ModelInUse):
-                is_new_stage = self._model != event
-                self._model, self._plan, self._number = event, "", ""
+                is_new_phase = self._model != event
+                self._model, self._plan_text, self._ordinal = event, "", ""
                 if event.precision in self._precisions:
-                    self._number = (
+                    self._ordinal = (
                         f", {self._precisions.index(event.precision) + 1} of "
                         f"{len(self._precisions)}"
                     )
             else:
-                self._plan, is_new_stage = event.text, True
-        if self._log is not None and is_new_stage and not self._is_terminal:
+                self._plan_text, is_new_phase = event.text, True
+        if self._log is not None and is_new_phase and not self._is_terminal:
             self.say(describe(event))
         with self._panel_lock:
-            if is_new_stage and self._live is not None:
-                self._live.refresh()  # a stage may be over before the panel is drawn by itself
+            if is_new_phase and self._live is not None:
+                self._live.refresh()  # a phase may be over before the panel is drawn by itself
 
     def say(self, text: str) -> None:
         """Print a line above the panel."""
@@ -180,7 +176,7 @@ class Screen:
                 print(text, file=self.stderr, flush=True)
 
     def _active(self) -> list[ProgressPhase | Progress]:
-        """Return what is going on; a thread that finished its stage waits for another one."""
+        """Return what is going on; a thread that finished its phase waits for another one."""
         with self._lock:
             activities = list(self._activities.values())
         return [activity for activity in activities if not activity.is_finished]
@@ -225,7 +221,8 @@ class Screen:
         title = Text("flexgen-helm", style="bold")
         if self._model is not None:
             title.append(
-                f"  {self._model.name}  {self._model.precision}{self._number}", style="cyan"
+                f"  {self._model.name}  {self._model.precision}{self._ordinal}",
+                style="cyan",
             )
         header = Table.grid(expand=True)
         header.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
@@ -234,16 +231,16 @@ class Screen:
         parts: list[RenderableType] = [header]
         notes = []
         for activity in self._active() or [ProgressPhase("work")]:
-            parts.append(self._row(activity))
+            parts.append(self._activity_row(activity))
             if isinstance(activity, Progress):
                 done = f"{activity.done_requests:,} of {count(activity.total_requests, 'request')}"
-                whose = f"{self._model.precision}: " if self._model and self._number else ""
+                whose = f"{self._model.precision}: " if self._model and self._ordinal else ""
                 notes += [
                     f"{whose}{done}, {activity.tokens_per_s:,.3g} tokens/s, {time_left(activity)}",
-                    self._plan,
+                    self._plan_text,
+                    reading(activity),
+                    stop_costs(activity.stop_s),
                 ]
-                notes.append(reading(activity))
-                notes.append(stop_costs(activity.stop_s))
                 held = ", ".join(
                     f"{tier} {size(num_bytes)}" for tier, num_bytes in activity.memory_bytes.items()
                 )
@@ -256,7 +253,7 @@ class Screen:
         ]
         return Group(*parts)
 
-    def _row(self, activity: ProgressPhase | Progress) -> RenderableType:
+    def _activity_row(self, activity: ProgressPhase | Progress) -> RenderableType:
         """Return what is going on, a bar, and the amount."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -283,8 +280,8 @@ class Screen:
         return row
 
 
-class _Log(io.FileIO):
-    """Loses what cannot be written, which costs no results."""
+class _LogFile(io.FileIO):
+    """A log file that drops what cannot be written, on a full disk: that must cost no results."""
 
     def write(self, content: Any) -> int:
         with suppress(OSError):
@@ -300,7 +297,7 @@ def _redirected(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as resources:
         file = resources.enter_context(
-            io.TextIOWrapper(_Log(log, "a"), "utf-8", "replace", line_buffering=True)
+            io.TextIOWrapper(_LogFile(log, "a"), "utf-8", "replace", line_buffering=True)
         )
         streams = [
             resources.enter_context(_descriptor_redirected(stream, number, file.fileno()))
@@ -313,8 +310,10 @@ def _redirected(log: Path) -> Iterator[tuple[TextIO, TextIO]]:
 
 @contextmanager
 def _descriptor_redirected(stream: TextIO, number: int, target: int) -> Iterator[TextIO]:
-    """Let a descriptor lead elsewhere; yield a stream to where it led, which is `stream` if that is
-    not on it.
+    """Let a file descriptor lead to another one; yield a stream to where it led before.
+
+    stream: Python's stream on the descriptor; yielded as it is if it is on another one.
+    number, target: the file descriptors.
     """
     try:
         is_on_it = stream.fileno() == number

@@ -1,6 +1,4 @@
-"""`flexgen-helm serve` and `lm-eval`: other harnesses on the engine, over HTTP or with their own
-arguments.
-"""
+"""`flexgen-helm serve`: the engine for other harnesses, over HTTP in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -18,12 +16,10 @@ from flexgen_helm.cli.arguments import ModelName
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.cli.screen import Screen
-from flexgen_helm.cli.typer_commands import refuse_twice
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import Interrupted, UsageError
-from flexgen_helm.files import count, spelled_duration
-from flexgen_helm.progress import Event, Message, observed_by
-from flexgen_helm.request import Progress
+from flexgen_helm.progress import Event, Message, Progress, observed_by
+from flexgen_helm.units import count, spelled_duration
 
 if TYPE_CHECKING:
     from flexgen_helm.harnesses.openai_server import OpenAIServer
@@ -40,9 +36,6 @@ _Host = Annotated[
         metavar="ADDRESS", help="Address to listen on; one beyond this machine needs a key."
     ),
 ]
-_Port = Annotated[
-    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
-]
 _KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -50,18 +43,19 @@ _KeyFile = Annotated[
         help=f"File with the key that requests must bring. Default: {KEY_VARIABLE}.",
     ),
 ]
-_ServedName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
-]
 
 
 def serve(
     model: ModelName,
     engine: EngineOptions,
     host: _Host = "127.0.0.1",
-    port: _Port = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     key_file: _KeyFile = None,
-    served_model_name: _ServedName = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name that requests give. Default: MODEL.")
+    ] = None,
 ) -> None:
     """Serve a model to other harnesses, in OpenAI's formats.
 
@@ -102,8 +96,8 @@ def serve(
     served = ServedModel(served_model_name or model, arguments, int(time.time()))
     try:
         with Screen():
-            _answer_one(service, arguments, reader)
-        _answer_all(OpenAIServer(service, reader, served, key, tell=say), listener, served.name)
+            _try_model(service, arguments, reader)
+        _serve_all(OpenAIServer(service, reader, served, key, tell=say), listener, served.name)
     except KeyboardInterrupt:  # while the model was loaded
         raise Interrupted("interrupted") from None
     finally:
@@ -111,19 +105,19 @@ def serve(
         service.close()
 
 
-def _answer_all(server: OpenAIServer, listener: socket.socket, name: str) -> None:
-    """Answer whoever asks, until a signal ends it."""
+def _serve_all(server: OpenAIServer, listener: socket.socket, name: str) -> None:
+    """Answer requests until a signal ends it."""
     listener.listen(1024)
     host, port = listener.getsockname()[:2]
     say(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends")
-    with observed_by(_tell):
+    with observed_by(_print_event):
         server.serve(listener)
     answered = f"{count(server.num_answered, 'request')} answered, {server.num_refused:,} refused"
     say(f"{answered}; what was computed is stored")
 
 
-def _answer_one(service: Service, model: ModelArguments, reader: ModelReader) -> None:
-    """Show what is wrong with the model before a client does."""
+def _try_model(service: Service, model: ModelArguments, reader: ModelReader) -> None:
+    """Compute one token with the model: what is wrong with it ends the command, not a request."""
     from flexgen_helm.request import GenerationRequest
     from flexgen_helm.service.service import KeyedRequest, request_key
 
@@ -134,8 +128,8 @@ def _answer_one(service: Service, model: ModelArguments, reader: ModelReader) ->
         raise answer.result.error
 
 
-def _tell(event: Event) -> None:
-    """Print a line for each computed block."""
+def _print_event(event: Event) -> None:
+    """Print messages, and a line for each computed block."""
     if isinstance(event, Message):
         say(event.text)
     elif isinstance(event, Progress) and event.is_finished:
@@ -147,6 +141,11 @@ def _tell(event: Event) -> None:
 
 
 def _read_key(file: Path | None) -> str | None:
+    """Return the key that requests must bring, of --key-file or the environment; None for none.
+
+    Raises `UsageError` for a file that cannot be read, and for a key that is easy to guess or that
+    no header can carry.
+    """
     if file is None:
         key, source = os.environ.get(KEY_VARIABLE, "").strip(), KEY_VARIABLE
         if not key:
@@ -165,7 +164,7 @@ def _read_key(file: Path | None) -> str | None:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address; nobody is answered before it listens."""
+    """Return a socket that is bound to the address and does not listen yet. Raises `UsageError`."""
     try:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -184,50 +183,3 @@ def _listener(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port} cannot be taken: {error.strerror}; choose another --port"
         ) from error
     return listener
-
-
-# Ends of the harness's flags whose values it joins.
-_JOINED = ("_args", "_kwargs", "--tasks", "-t", "-a", "--metadata")
-
-
-def lm_eval(context: typer.Context) -> None:
-    """Run lm-evaluation-harness on the engine, with the harness's own arguments.
-
-    The model is `flexgen` unless `--model` or a `--config` names another one. Its `--model_args`
-    are `pretrained=NAME` and engine options by the names of their flags:
-    `precision=4bit,cpu_memory=8GiB`. The answers to all requests of a kind are computed together.
-    After an interruption the same command goes on: what was computed comes from the response cache.
-    `lm-eval run --help` lists the harness's arguments.
-
-    Needs the extra `lm-eval`: pip install 'flexgen-helm[lm-eval]'.
-
-    Example:
-      flexgen-helm lm-eval --tasks arc_easy --limit 100 \\
-        --model_args pretrained=smollm2-135m-instruct-q4_1
-    """
-    require_lm_eval()
-    names = [
-        word.partition("=")[0]
-        for word in context.args
-        if word.startswith("-") and not word[1:2].isdigit()
-    ]
-    refuse_twice(name for name in names if not name.endswith(_JOINED))
-    from flexgen_helm.harnesses.lm_eval_command import run_command
-
-    try:
-        run_command(context.args)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted; finished answers are stored, and tokens of the others"
-        ) from None
-
-
-def require_lm_eval() -> None:
-    """Raise `UsageError` where lm-evaluation-harness is not installed; silence its progress before
-    it is imported.
-    """
-    if find_spec("lm_eval") is None:
-        raise UsageError(
-            "lm-evaluation-harness is not installed; run pip install 'flexgen-helm[lm-eval]'"
-        )
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the screen shows it

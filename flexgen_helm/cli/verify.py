@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,12 +21,11 @@ from flexgen_helm.cli.batch import recorded_lines
 from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, say
 from flexgen_helm.cli.engine_flags import check_engine_flags
-from flexgen_helm.cli.lone_service import LoneService
-from flexgen_helm.cli.serve import require_lm_eval
+from flexgen_helm.cli.lm_eval import require_lm_eval
+from flexgen_helm.cli.recompute import Checked, check_answers
 from flexgen_helm.config import EngineOptions
 from flexgen_helm.errors import FlexgenError, UsageError
-from flexgen_helm.files import append, count
-from flexgen_helm.harnesses.plain_transformers import by_transformers
+from flexgen_helm.files import append
 from flexgen_helm.locks import written_whole
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.report.bundles import BundledAnswer, SampleManifest, packed_bundle, read_bundle
@@ -35,37 +34,22 @@ from flexgen_helm.report.verification import (
     RecordedAnswer,
     ScoreCheck,
     Source,
-    compare_answers,
     draw,
     plain_result,
     share_above,
     short,
     upper_bound,
 )
-from flexgen_helm.service.loaders import EngineLoader
-from flexgen_helm.service.models import (
-    ModelArguments,
-    fetch_model,
-    model_arguments,
-    read_generation,
-)
+from flexgen_helm.service.models import ModelArguments, model_arguments
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
 from flexgen_helm.terminal import fill_for
+from flexgen_helm.units import count
 
-if TYPE_CHECKING:
-    from flexgen_helm.engine.engine import Engine
-
-# An answer that was computed again, as --json prints it; a tolerance of 0 asks for equal bits.
-Checked = dict[str, Any]
-TOLERANCE = 1e-4
-TRANSFORMERS_TOLERANCE = 1e-3
-# What of a record decides bits, beside the fingerprint.
-_KIND = ("device", "name", "compute_dtype", "product_library", "switched_off", "loops", "torch")
+# Origin of weights from the hub: repository@commit.
 _COMMIT = re.compile(r"(.+)@([0-9a-f]{40})")
-# A bound above it says little.
-_LITTLE = 0.2
-# Sentences that are shown on scores.
-_SHOWN = 5
+# Upper bound of the differing share above which the sample says little.
+_HIGH_BOUND = 0.2
+_MAX_SHOWN_SCORES = 5
 
 
 _Answers = Annotated[
@@ -143,7 +127,7 @@ def verify(
     if bundle is not None:
         opened = written_whole(bundle, "--bundle")
     with opened as output:
-        drawn = draw(recorded, sample or ("100%" if manifest else None), seed)
+        drawn = draw(recorded, sample or ("100%" if is_bundle else None), seed)
         manifest = replace(
             manifest or SampleManifest(path.name, drawn.population, seed, []),
             sources=drawn.sources,
@@ -151,13 +135,11 @@ def verify(
         models = _find_models(drawn.sources, model, engine, is_bundle)
         scores = _check_scores(recorded, models, skipped)
         answered = []
-        for pair in _check(manifest.sources, models, drawn.answers, reference is not None):
+        for pair in check_answers(manifest.sources, models, drawn.answers, reference is not None):
             answered.append(pair)
             report(ProgressPhase("verify", "", len(answered), len(drawn.answers), "answer"))
         checked, bundled = zip(*answered)
-        different = [answer for answer in checked if not answer["equal"]]
-        _say(checked, manifest, scores, is_bundle, as_json)
-        if different or (scores and scores.differences):
+        if not _print_findings(checked, manifest, scores, is_bundle, as_json):
             if bundle is not None:
                 say(f"{bundle} is not written, because something differs")
             raise typer.Exit(1)
@@ -169,17 +151,18 @@ def verify(
         say(f"{bundle} is written")
 
 
-def _say(
+def _print_findings(
     checked: Sequence[Checked],
     manifest: SampleManifest,
     scores: ScoreCheck | None,
     is_bundle: bool,
     as_json: bool,
-) -> None:
-    """Print what was found."""
+) -> bool:
+    """Print what was found; return whether answers and scores are equal."""
     from flexgen_helm.report.scores import finite
 
     different = [answer for answer in checked if not answer["equal"]]
+    is_equal = not different and not (scores and scores.differences)
     bound = upper_bound(len(different), len(checked), manifest.population)
     if as_json:
         print_json(
@@ -196,24 +179,29 @@ def _say(
             )
         )
     else:
-        is_wrong = different or (scores and scores.differences)
         is_partial = scores and scores.unchecked
         verdict = (
-            "failed" if is_wrong else "passed, as far as it was checked" if is_partial else "passed"
+            "failed"
+            if not is_equal
+            else "passed, as far as it was checked"
+            if is_partial
+            else "passed"
         )
         lines = [
-            f"{verdict}: {_sentence(checked, bound, manifest, is_bundle)}",
-            *map(_describe, different),
-            *_on_scores(scores, len(manifest.sources)),
+            f"{verdict}: {_answers_sentence(checked, bound, manifest, is_bundle)}",
+            *map(_difference_text, different),
+            *_score_lines(scores, len(manifest.sources)),
         ]
         print(fill_for(sys.stdout, "\n".join(lines)))
+    return is_equal
 
 
 def _read(
     path: Path, output_path: Path, requests: Path | None
 ) -> tuple[list[AnswerFile], SampleManifest | None, Sequence[str]]:
-    """Return what has answers: runs of a suite, or a file; a bundle's manifest; names of runs that
-    are left out.
+    """Return what has answers, a bundle's manifest, and the names of runs that are left out.
+
+    path: a suite's name, or a file that batch or lm-eval wrote, or a bundle.
     """
     if not path.is_file():
         from flexgen_helm.plugin.recorded_runs import recorded_runs  # imports HELM
@@ -234,6 +222,8 @@ def _read(
 def _of_bundle(
     path: Path, manifest: SampleManifest, answers: Sequence[BundledAnswer]
 ) -> list[AnswerFile]:
+    """Return a bundle's answers by the run that they are of."""
+
     def as_recorded(answer: BundledAnswer) -> RecordedAnswer:
         def recompute(service: Service, model: ModelArguments) -> list[Any]:
             keyed = (KeyedRequest(request, request_key(request)) for request in answer.requests)
@@ -327,169 +317,7 @@ def _find_model(
     return model_arguments(model or name, options, revision)
 
 
-class _Recomputed(NamedTuple):
-    """An answer that was computed again.
-
-    computed: what `answer.recompute` returned. prompt: its text, of the
-        first request.
-    """
-
-    answer: RecordedAnswer
-    service: LoneService
-    computed: Any
-    prompt: str
-
-    def bundled(self) -> BundledAnswer:
-        requests, results = [*zip(*self.service.answers.values())] or [(), ()]
-        return BundledAnswer(
-            self.answer.source,
-            self.answer.number,
-            self.answer.name,
-            requests,
-            [*map(plain_result, results)],
-        )
-
-    def checked(self, tolerance: float, why: str, contradiction: str = "") -> Checked:
-        answer = self.answer
-        differences, largest = compare_answers(
-            answer.recorded, self.computed, tolerance, answer.has_sums
-        )
-        if contradiction:
-            differences += [("draw", "the most probable token", contradiction)]
-        return {
-            "name": answer.name,
-            "prompt": self.prompt,
-            "equal": not differences,
-            "differences": differences,
-            "largest_difference": largest,
-            "tolerance": tolerance,
-            "has_sums": answer.has_sums,
-            "why": why,
-        }
-
-
-def _check(
-    sources: list[Source],
-    models: Sequence[ModelArguments],
-    drawn: Sequence[RecordedAnswer],
-    by_both: bool,
-) -> Iterator[tuple[Checked, BundledAnswer]]:
-    """Compute each answer alone; by_both: and have `transformers` score it.
-
-    sources: of the answers' runs; becomes what they were computed with here.
-    Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does
-    not compute.
-    """
-    for key in dict.fromkeys(models[answer.source].engine_key for answer in drawn):
-        folder = _folder_for_transformers(key) if by_both else None
-        of_model = {index for index, model in enumerate(models) if model.engine_key == key}
-        answers = [answer for answer in drawn if answer.source in of_model]
-        recomputed = []
-        with EngineLoader().load(key) as engine:
-            tokenizer = engine.tokenizer
-            assert tokenizer is not None
-            for source in of_model:
-                _require_fingerprint(sources[source], engine, key)
-            for answer in answers:
-                again = _recompute(engine, answer, models[answer.source])
-                if folder is None:
-                    why = _another_kind(sources[answer.source], engine)
-                    yield again.checked(TOLERANCE if why else 0.0, why), again.bundled()
-                else:
-                    recomputed.append(again)
-            computed_with = {
-                name: engine.last_run[name]
-                for name in ("fingerprint", "hardware", "versions", "batch_invariant")
-            }
-            for source in of_model:
-                sources[source] = replace(sources[source], **computed_with)
-        if folder is not None:
-            yield from _check_by_transformers(folder, tokenizer.eos_ids, recomputed, models)
-
-
-def _recompute(engine: Engine, answer: RecordedAnswer, model: ModelArguments) -> _Recomputed:
-    service = LoneService(engine)
-    with silenced():
-        computed = answer.recompute(service, model)
-    results = [result for _, result in service.answers.values()]
-    assert engine.tokenizer is not None
-    prompt = engine.tokenizer.decode(results[0].prompt_token_ids) if results else ""
-    return _Recomputed(answer, service, computed, prompt)
-
-
-def _check_by_transformers(
-    folder: Path,
-    ends: Collection[int],
-    recomputed: Sequence[_Recomputed],
-    models: Sequence[ModelArguments],
-) -> Iterator[tuple[Checked, BundledAnswer]]:
-    """Compare with what `transformers` makes of the same tokens."""
-    pairs = [pair for again in recomputed for pair in again.service.answers.values()]
-    scored = by_transformers(folder, ends, pairs, TRANSFORMERS_TOLERANCE)
-    for again in recomputed:
-        bundled, contradictions = again.bundled(), []
-        for key in again.service.answers:
-            rescored = next(scored)
-            again.service.answers[key] = rescored.request, rescored.result
-            contradictions.append(rescored.contradiction)
-        computed = again.answer.recompute(again.service, models[again.answer.source])
-        by_both = again._replace(computed=computed)
-        why, first = "by transformers in float32", next(filter(None, contradictions), "")
-        yield by_both.checked(TRANSFORMERS_TOLERANCE, why, first), bundled
-
-
-def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) -> None:
-    from flexgen_helm.engine.opening import fingerprint_elsewhere
-
-    recorded, bits = source.fingerprint, source.batch_invariant or ()
-    if recorded == engine.fingerprint:
-        return
-    device, dtype = (str((source.hardware or {}).get(key)) for key in ("device", "compute_dtype"))
-    if recorded != fingerprint_elsewhere(model.path, model.config, device, dtype, bits):
-        raise FlexgenError(
-            f"{short(source.model)} in {source.precision} has the fingerprint {recorded[:12]!r} in "
-            f"the record and {engine.fingerprint[:12]!r} here: other weights, another tokenizer, "
-            "other settings, or another version than "
-            f"{short((source.versions or {}).get('flexgen-helm'))}; name the right one with --model"
-        )
-
-
-def _another_kind(source: Source, engine: Engine) -> str:
-    """Return what of the record is not so here, and decides bits; "" if nothing is."""
-    if not source.batch_invariant:
-        return "the run had no --batch-invariant, so its bits may follow its batches"
-    if source.batch_invariant != engine.last_run["batch_invariant"]:
-        return "another kind of processor, or another release of flexgen-helm"
-    recorded = {**(source.hardware or {}), **(source.versions or {})}
-    computed_with = {**engine.last_run["hardware"], **engine.last_run["versions"]}
-    for key in _KIND:
-        old, new = recorded.get(key), computed_with[key]
-        if key == "loops" and isinstance(old, dict):  # one that was not needed is not in the record
-            old, new = {**new, **old}, {**old, **new}
-        if old != new:
-            return f"{key}: {short(old)} in the record, {short(new)} here"
-    return ""
-
-
-def _folder_for_transformers(model: ModelArguments) -> Path:
-    """Return the folder of a model. Raises `UsageError` for one that `transformers` does not
-    compute.
-    """
-    folder = fetch_model(model)
-    for reason, is_so in (
-        (f"{model.config.precision} is another model", model.config.precision != "fp16"),
-        ("it reads folders of safetensors", not folder.is_dir()),
-        ("settings of the model's folder change answers", read_generation(model).applied),
-        ("a budget cuts its thinking", model.config.thinking_budget is not None),
-    ):
-        if is_so:
-            raise UsageError(
-                f"{model.name} cannot be computed with transformers: {reason}; leave --with out"
-            )
-    return folder
-
-
-def _describe(checked: Checked) -> str:
+def _difference_text(checked: Checked) -> str:
     """Return an answer that differs as text for people."""
     where, old, new = checked["differences"][0]
     return (
@@ -501,13 +329,13 @@ def _describe(checked: Checked) -> str:
     )
 
 
-def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
+def _score_lines(found: ScoreCheck | None, parts: int) -> list[str]:
     """Return lines on what was found in the scores of so many runs or files."""
     if found is None:
         return []
-    wrong, lines = found.differences, found.differences[:_SHOWN]
-    if len(wrong) > _SHOWN:
-        lines.append(f"… and {len(wrong) - _SHOWN:,} more")
+    wrong, lines = found.differences, found.differences[:_MAX_SHOWN_SCORES]
+    if len(wrong) > _MAX_SHOWN_SCORES:
+        lines.append(f"… and {len(wrong) - _MAX_SHOWN_SCORES:,} more")
     if not wrong:
         lines.append(
             f"scores, questions and references of {count(parts, 'run')}, made again, are equal"
@@ -515,9 +343,10 @@ def _on_scores(found: ScoreCheck | None, parts: int) -> list[str]:
     return [*lines, *(f"not checked: {what}" for what in found.unchecked)]
 
 
-def _sentence(
+def _answers_sentence(
     checked: Sequence[Checked], bound: float, manifest: SampleManifest, is_bundle: bool
 ) -> str:
+    """Say how many answers are equal, and what that says of all; bound: as of `upper_bound`."""
     parts, population = [], f"the {manifest.population:,} answers of {short(manifest.suite)}"
     for why in dict.fromkeys(answer["why"] for answer in checked):
         alike = [answer for answer in checked if answer["why"] == why]
@@ -542,7 +371,7 @@ def _sentence(
         )
     if len(checked) == manifest.population:
         return "; ".join([*parts, f"these are all of {population}"])
-    few = "; --sample 100% checks all" if bound > _LITTLE else ""
+    few = "; --sample 100% checks all" if bound > _HIGH_BOUND else ""
     return "; ".join(
         [*parts, f"with 95 % confidence at most {share_above(bound)} of {population} differ{few}"]
     )

@@ -33,12 +33,12 @@ from flexgen_helm.distributed.worker import (
 from flexgen_helm.engine.fingerprint import Arithmetic, engine_fingerprint
 from flexgen_helm.engine.run import OnDrawn, OnResult
 from flexgen_helm.errors import Interrupted, UsageError, WorkerError
-from flexgen_helm.files import count
-from flexgen_helm.progress import Message, ModelInUse, PlanLine, ProgressPhase, report
+from flexgen_helm.progress import Message, ModelInUse, PlanLine, Progress, ProgressPhase, report
 from flexgen_helm.report.block_records import add_blocks
 from flexgen_helm.report.throughput import throughput
-from flexgen_helm.request import Cost, GenerationRequest, GenerationResult, Progress
+from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.units import count
 
 # Units of each of several workers, so that they end together; fewest requests of one, because
 # each costs a plan, and a pass over the weights where they are streamed.

@@ -9,7 +9,7 @@ import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import exact_size, existing_folder, size
+from flexgen_helm.files import existing_folder
 from flexgen_helm.hardware.host_memory import host_memory
 from flexgen_helm.hardware.processor import processor_name
 from flexgen_helm.hardware.rank import Rank
@@ -17,8 +17,8 @@ from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
-from flexgen_helm.request import MemoryLimits
-from flexgen_helm.tiers import TIERS, Tier, limit_flag, without_margin
+from flexgen_helm.tiers import TIERS, MemoryLimits, Tier, limit_flag, without_margin
+from flexgen_helm.units import exact_size, size
 
 
 def open_device(

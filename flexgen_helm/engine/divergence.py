@@ -28,12 +28,13 @@ from flexgen_helm.engine.executor import Observer, Prediction
 from flexgen_helm.engine.fingerprint import RESULTS_VERSION
 from flexgen_helm.engine.opening import offload_folder
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, UsageError
-from flexgen_helm.files import naming, size
+from flexgen_helm.files import naming
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.scheduling.sequence import Batch
 from flexgen_helm.tiers import limit_flag
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.units import size
 
 # Rounding of a log-probability in nats.
 _STORED_WITHIN = 1e-3

@@ -34,8 +34,8 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.transfer_stats import PassReads
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.progress import ModelInUse, PlanLine, ProgressPhase, report
-from flexgen_helm.request import GenerationRequest, GenerationResult, Progress
+from flexgen_helm.progress import ModelInUse, PlanLine, Progress, ProgressPhase, report
+from flexgen_helm.request import GenerationRequest, GenerationResult
 from flexgen_helm.scheduling.lanes import into_lanes
 from flexgen_helm.scheduling.prefix_tree import EVERY_BEGINNING, prefix_cost
 from flexgen_helm.scheduling.prepare import EncodedRequests, prepare

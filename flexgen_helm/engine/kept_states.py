@@ -24,8 +24,9 @@ from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.staging import Allocation, Ledger
-from flexgen_helm.progress import KEEP_STATES_EVERY_S, Message, report
+from flexgen_helm.progress import Message, report
 from flexgen_helm.scheduling.sequence import Batch, ScheduledTokens
+from flexgen_helm.tiers import KEEP_STATES_EVERY_S
 
 # Share of a pass that may be spent on it.
 _MOST_TIME = 0.02

@@ -34,7 +34,7 @@ from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.pipeline import divide_layers
 from flexgen_helm.errors import Float16Error, UsageError
-from flexgen_helm.files import require_writable, size
+from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
@@ -55,6 +55,7 @@ from flexgen_helm.quant.precisions import Precision, PublishedFormats
 from flexgen_helm.tiers import TIERS, Tier
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
+from flexgen_helm.units import size
 
 
 @dataclass(frozen=True)

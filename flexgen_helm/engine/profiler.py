@@ -22,7 +22,6 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.files import exact_size
 from flexgen_helm.hardware.freed_memory import keep_freed_memory, return_freed_memory
 from flexgen_helm.hardware.host_memory import host_memory
 from flexgen_helm.hardware.profile import (
@@ -57,6 +56,7 @@ from flexgen_helm.planner.problem import between_elements
 from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import PRECISIONS
+from flexgen_helm.units import exact_size
 
 _HOST = torch.device("cpu")
 

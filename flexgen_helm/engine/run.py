@@ -14,8 +14,8 @@ import torch
 from flexgen_helm.engine.executor import BatchOutput, Executor, Pass, SequenceOutput
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.run_plan import RunPlan
-from flexgen_helm.progress import KEEP_EVERY_S
-from flexgen_helm.request import Cost, DrawnToken, GenerationResult, Progress
+from flexgen_helm.progress import Progress
+from flexgen_helm.request import Cost, DrawnToken, GenerationResult
 from flexgen_helm.scheduling.forecast import AnswerLengths
 from flexgen_helm.scheduling.prefix_tree import (
     PrefixCostModel,
@@ -35,7 +35,7 @@ from flexgen_helm.scheduling.sequence import (
     make_sequences,
 )
 from flexgen_helm.scheduling.stage_visits import work_items
-from flexgen_helm.tiers import MEMORY_ADVICE
+from flexgen_helm.tiers import KEEP_EVERY_S, MEMORY_ADVICE
 
 # The results of one call of `Engine.run`, and the progress towards them. No torch.
 

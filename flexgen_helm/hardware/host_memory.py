@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from flexgen_helm.files import size
+from flexgen_helm.units import size
 
 MOUNTS, CGROUP = Path("/proc/mounts"), Path("/proc/self/cgroup")
 # By version: the limit, the bytes in use, and of these in memory.stat the files that the kernel

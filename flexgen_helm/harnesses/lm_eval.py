@@ -42,7 +42,6 @@ from lm_eval.utils import (
 from flexgen_helm.config import FLAGS, OPTIONS, EngineOptions, options_of_flags
 from flexgen_helm.engine.scoring import EncodedPair, Score, read_score, scoring_request
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.files import question
 from flexgen_helm.request import Completion, GenerationRequest, GenerationResult
 from flexgen_helm.service import process
 from flexgen_helm.service.loaders import EngineLoader
@@ -52,6 +51,7 @@ from flexgen_helm.service.models import (
     read_generation,
 )
 from flexgen_helm.service.service import KeyedRequest, Service, request_key
+from flexgen_helm.suggestions import question
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.files import question
 from flexgen_helm.request import (
     MAX_COMPLETIONS,
     MAX_TOP_LOGPROBS,
@@ -31,6 +30,7 @@ from flexgen_helm.request import (
     TopLogprobs,
 )
 from flexgen_helm.service.service import KeyedRequest, request_key
+from flexgen_helm.suggestions import question
 
 if TYPE_CHECKING:
     from flexgen_helm.service.models import ModelArguments, ModelReader

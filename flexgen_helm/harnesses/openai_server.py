@@ -38,7 +38,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.files import size
 from flexgen_helm.harnesses.openai_formats import (
     ENDPOINTS,
     ApiError,
@@ -56,6 +55,7 @@ from flexgen_helm.harnesses.openai_formats import (
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.service.models import ModelArguments, ModelReader
 from flexgen_helm.service.service import Service
+from flexgen_helm.units import size
 
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")

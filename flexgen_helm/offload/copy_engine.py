@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.files import exact_size
 from flexgen_helm.offload.rate_limit import RateLimit
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.progress import Message, report
 from flexgen_helm.tiers import COPY_BUFFER_BYTES
+from flexgen_helm.units import exact_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 # PyTorch's segments (2 and 20 MiB for every stream) and cuBLAS's workspaces have room in any limit.

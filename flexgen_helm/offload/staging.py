@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import exact_size
 from flexgen_helm.tiers import ALIGNMENT, Tier, aligned, limit_flag
+from flexgen_helm.units import exact_size
 
 # Allocations from this size on ask for huge pages (2 MiB on most machines).
 _HUGE_PAGES_FROM = 4 << 20

@@ -5,12 +5,12 @@ No torch.
 from __future__ import annotations
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import exact_size
 from flexgen_helm.planner.cache_sizes import cache_sizes
 from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.staging import staging_sizes
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.tiers import limit_flag
+from flexgen_helm.units import exact_size
 
 # Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a
 # few examples.

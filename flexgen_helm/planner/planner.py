@@ -31,8 +31,7 @@ from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import Placement, leaving_room, place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision
-from flexgen_helm.request import MemoryLimits
-from flexgen_helm.tiers import Tier
+from flexgen_helm.tiers import MemoryLimits, Tier
 
 # Before requests are known: few-shot prompts, short answers, and enough of them to fill every
 # block.

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import exact_size
 from flexgen_helm.planner.cache_sizes import CacheSizes
 from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.policy import Policy
@@ -38,6 +37,7 @@ from flexgen_helm.tiers import (
     Tier,
     limit_flag,
 )
+from flexgen_helm.units import exact_size
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import exact_size, size
 from flexgen_helm.hardware.profile import MEASURED
 from flexgen_helm.planner.affine import (
     CACHE,
@@ -43,6 +42,7 @@ from flexgen_helm.planner.predict import (
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC, ZIGZAG, Schedule
 from flexgen_helm.tiers import TIER_PLACES, TIERS, Tier, limit_flag
+from flexgen_helm.units import exact_size, size
 
 # Attempts to move something of a full tier to the next one until all whole parts fit.
 _ATTEMPTS = 16

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import expert_of
 from flexgen_helm.planner.least_memory import sequence_bytes, vectors_and_sequence_bytes
 from flexgen_helm.planner.machine import Machine
@@ -29,6 +28,7 @@ from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.staging import StagingSizes, loader_buffer_bytes, staging_sizes
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limit_flag
+from flexgen_helm.units import exact_size
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
 # host.

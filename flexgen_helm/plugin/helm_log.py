@@ -6,8 +6,15 @@ import time
 
 from helm.common.hierarchical_logger import hlog, hwarn
 
-from flexgen_helm.progress import Event, Message, ModelInUse, PlanLine, ProgressPhase, describe
-from flexgen_helm.request import Progress
+from flexgen_helm.progress import (
+    Event,
+    Message,
+    ModelInUse,
+    PlanLine,
+    Progress,
+    ProgressPhase,
+    describe,
+)
 
 # Seconds between two lines of a block's progress in HELM's log.
 LINE_EVERY_S = 30.0

@@ -12,10 +12,11 @@ from helm.benchmark.runner import Runner
 from helm.common.general import asdict_without_nones
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, read_object
+from flexgen_helm.files import read_object
 from flexgen_helm.progress import Message, report
 from flexgen_helm.report.run_folder import LAST_FILE, SPEC_FILE, differing_settings
 from flexgen_helm.report.scores import entry_of
+from flexgen_helm.units import count
 
 _MOST_NAME_BYTES = 255  # of a file or folder, on every disk of Linux
 

@@ -29,7 +29,6 @@ from helm.common.general import asdict_without_nones
 from helm.common.optional_dependencies import OptionalDependencyNotInstalled
 from helm.common.request import Request
 
-from flexgen_helm.files import count
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import PluginContext, get_context, set_context
 from flexgen_helm.plugin.convert import parse_request
@@ -40,6 +39,7 @@ from flexgen_helm.report.run_folder import LAST_FILE, RUN_FILE, SPEC_FILE, STATE
 from flexgen_helm.report.scores import RunScores, entry_of
 from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line
 from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.units import count
 
 # Fields of a run spec that decide a score; its name and groups say where HELM shows it.
 _SCORING_FIELDS = (

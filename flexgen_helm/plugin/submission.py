@@ -12,12 +12,12 @@ from helm.benchmark.executor import ExecutionSpec, Executor
 from helm.proxy.retry import NonRetriableException
 
 from flexgen_helm.errors import FlexgenError
-from flexgen_helm.files import count
 from flexgen_helm.plugin import registration
 from flexgen_helm.plugin.context import get_context, interrupt_on_signals
 from flexgen_helm.plugin.convert import HelmRequest, may_be_rendered, to_helm_request
 from flexgen_helm.service.models import ModelArguments
 from flexgen_helm.service.service import Service, SubmittedBlock
+from flexgen_helm.units import count
 
 
 class Submission(NamedTuple):

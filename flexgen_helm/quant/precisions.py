@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import listed
 from flexgen_helm.identity import Identified, text_of
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
+from flexgen_helm.suggestions import listed
 
 # Tokens of a group in a cache that is sparse but not quantized: the group size of `4bit-s`.
 _PLAIN_GROUP = 64

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from flexgen_helm.errors import FlexgenError, RequestError
-from flexgen_helm.files import size
 from flexgen_helm.report.verification import Source, drawn_numbers, one_line, short
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.response_cache import decode_result
+from flexgen_helm.units import size
 
 # Bytes before compression: no file makes a reader decompress more.
 _MAX_BYTES = 1 << 28

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from flexgen_helm.checkpoint.known_names import original_of
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import closest, count
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.notes import reused_notes, trust_notes
 from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
@@ -28,6 +27,8 @@ from flexgen_helm.report.verdicts import (
     hochberg,
     suite_equivalence,
 )
+from flexgen_helm.suggestions import closest
+from flexgen_helm.units import count
 
 
 @dataclass(frozen=True)

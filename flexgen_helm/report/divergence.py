@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.files import count
 from flexgen_helm.report.ratio_of_sums import Interval, RatioOfSums, Vector
 from flexgen_helm.terminal import table_text
+from flexgen_helm.units import count
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from flexgen_helm.files import count, size
 from flexgen_helm.report import tables
 from flexgen_helm.report.choice import next_steps_of
 from flexgen_helm.report.comparison import ModelComparison
@@ -22,6 +21,7 @@ from flexgen_helm.report.suite import SuiteReport
 from flexgen_helm.report.tables import Table
 from flexgen_helm.terminal import fill
 from flexgen_helm.tiers import TIER_PLACES
+from flexgen_helm.units import count, size
 
 REPORT_FILE, COMPARE_FILE = "flexgen_report.html", "flexgen_compare.html"
 # Columns of a terminal that text is made for.

@@ -17,7 +17,6 @@ import numpy as np
 
 from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import question
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import is_answered, is_choice, state_text
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
@@ -29,6 +28,7 @@ from flexgen_helm.report.run_folder import (
     read_settings,
     read_states,
 )
+from flexgen_helm.suggestions import question
 
 if TYPE_CHECKING:
     import pandas as pd

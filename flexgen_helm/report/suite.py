@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, read_object
+from flexgen_helm.files import read_object
 from flexgen_helm.report.block_records import suite_totals
 from flexgen_helm.report.notes import run_notes
 from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs
 from flexgen_helm.report.verdicts import listed
+from flexgen_helm.units import count
 
 SUITE_FILE = "flexgen_suite.json"
 # HELM writes this into the folder names of our runs.

@@ -10,11 +10,11 @@ from urllib.parse import quote
 import pandas as pd
 
 from flexgen_helm.checkpoint.suffixes import split_precision
-from flexgen_helm.files import duration, size
 from flexgen_helm.report.scores import RunScores, grouped, precision_rank
 from flexgen_helm.report.speeds import TotalSpeed, total_speed
 from flexgen_helm.terminal import table_text
 from flexgen_helm.tiers import TIER_PLACES
+from flexgen_helm.units import duration, size
 
 _TRANSFERS = {
     "disk_to_cpu": "disk to memory",

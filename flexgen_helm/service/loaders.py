@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineLoader:
-    """Loads engines of `flexgen_helm.engine`; `ClusterLoader` loads them on other machines, tests
-    give fakes.
-    """
+    """Loads engines in this process; `ClusterLoader` on other machines, and tests give fakes."""
 
     def import_modules(self, model: ModelArguments) -> None:
         """Import what an engine of `model` needs, in the calling thread and under the import lock.
@@ -34,6 +32,7 @@ class EngineLoader:
                 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     def load(self, model: ModelArguments) -> Engine:
+        """Return an engine that has loaded the model, to be closed by the caller."""
         self.import_modules(model)
         from flexgen_helm.engine.engine import Engine
 
@@ -80,7 +79,7 @@ class ClusterLoader(EngineLoader):
         return ClusterEngine(to_load, self._session)
 
     def fingerprint(self, model: ModelArguments) -> None:
-        """Workers say what they compute with."""
+        """Return None: workers say what they compute with once they have loaded it."""
 
     def close(self) -> None:
         self._session.close()

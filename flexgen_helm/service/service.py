@@ -29,18 +29,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
-from flexgen_helm.files import count
 from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingMarks
 from flexgen_helm.response_cache import ResponseWriter, response_cache_path
 from flexgen_helm.service.loaders import EngineLoader
 from flexgen_helm.service.models import ModelArguments
+from flexgen_helm.units import count
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.tokenizer.chat import ChatFormat
 
+# Seconds without a new request after which those that were gathered become a block.
 IDLE_FLUSH_S = 0.05
 MAX_GATHERING_S = 0.5  # a steady trickle of requests must not postpone the flush for ever
 WAIT_SLICE_S = 0.5  # how soon a waiting thread sees an interruption
@@ -100,8 +101,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Response:
-    """result: also of a request that failed alone (`result.error`). is_cached: it was not computed
-    now.
+    """The response to a request.
+
+    result: also of a request that failed alone (`result.error`).
+    is_cached: the result was stored, and not computed now.
     """
 
     result: GenerationResult
@@ -225,7 +228,7 @@ class Service:
         self._loader = loader
         # By `ModelArguments.engine_key`, as all that is kept per engine.
         self._loaded: dict[ModelArguments, LoadedModel] = {}
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards jobs and queue, and wakes the worker
         self._jobs: dict[tuple[ModelArguments, str, bool], Job] = {}
         self._queue: list[Job] = []
         # when the queue becomes a block, by `time.monotonic()`
@@ -236,7 +239,8 @@ class Service:
         self._ended = threading.Event()  # of the worker
         self._to_preload: _Work | None = None
         self._preloaded: set[ModelArguments] = set()
-        self._engine: tuple[ModelArguments, Engine] | None = None  # used by the worker only
+        # The loaded engine and its key; used by the worker only.
+        self._engine: tuple[ModelArguments, Engine] | None = None
 
     # What harnesses call
 
@@ -296,6 +300,10 @@ class Service:
             self._release(jobs)
 
     def _wait(self, job: Job, until: float = math.inf) -> bool:
+        """Wait for a job, or until a time (`time.time()`); return whether it is done.
+
+        Raises `Interrupted`, and `RuntimeError` where the worker's thread has ended.
+        """
         while not job.future.done():
             if time.time() >= until:
                 return False
@@ -408,6 +416,7 @@ class Service:
         return list(jobs.values())
 
     def _wake_worker(self) -> None:
+        """Start the worker's thread if there is none, and let it look again; `_changed` is held."""
         if self._worker is None:
             worker = threading.Thread(target=self._work, name="flexgen-engine", daemon=True)
             worker.start()  # raises where the system has no more threads
@@ -415,6 +424,7 @@ class Service:
         self._changed.notify_all()
 
     def _release(self, jobs: list[Job]) -> None:
+        """Take one user from each job; forget jobs that nobody wants and nobody computes."""
         with self._changed:
             for job in jobs:
                 job.num_users -= 1
@@ -424,6 +434,7 @@ class Service:
                 self._queue = [job for job in self._queue if job.num_users]
 
     def _forget(self, job: Job) -> None:
+        """Let an equal request make a new job."""
         if self._jobs.get(job.identity) is job:
             del self._jobs[job.identity]
 
@@ -447,6 +458,7 @@ class Service:
         return None
 
     def _take_block(self) -> _Work:
+        """Take all jobs of one model from the queue: of the loaded one if there are any."""
         loaded = self._engine[0] if self._engine else None
         keys = [job.model.engine_key for job in self._queue]
         key = loaded if loaded in keys else keys[0]
@@ -459,6 +471,7 @@ class Service:
     # The worker's thread
 
     def _work(self) -> None:
+        """Be the worker until the service is closed."""
         while (work := self._next_work()) is not None:
             try:
                 self._serve(*work)
@@ -472,6 +485,9 @@ class Service:
             self._ended.set()
 
     def _serve(self, model: ModelArguments, use_cache: bool, block: list[Job]) -> None:
+        """Complete the jobs of a block from the response cache, and compute the others; without any
+        jobs only load the model.
+        """
         if use_cache and (fingerprint := self._answered_fingerprint(model)) is not None:
             if block:
                 self._recall(block, fingerprint)
@@ -512,6 +528,7 @@ class Service:
         report(ProgressPhase("load", done=1, total=1))
 
     def _complete_stored(self, block: list[Job], writer: ResponseWriter) -> None:
+        """Complete the jobs whose results are stored."""
         waiting = [job for job in block if job.use_cache and not job.future.done()]
         results = writer.get_many([job.request.key for job in waiting])
         for job in waiting:
@@ -519,7 +536,9 @@ class Service:
                 self._complete(job, Response(results[job.request.key], is_cached=True))
 
     def _compute(self, engine: Engine, jobs: list[Job], writer: ResponseWriter) -> None:
+        """Compute jobs in one run of the engine; complete and store each when it has finished."""
         pending = dict(enumerate(jobs))
+        # Completed at the end: who has all results must find `last_run`.
         last: list[tuple[Job, Response]] = []
 
         def on_result(index: int, result: GenerationResult) -> None:
@@ -540,18 +559,18 @@ class Service:
 
         def on_drawn(index: int, *drawn: Any) -> float | None:
             if (job := pending.get(index)) is not None and job.use_cache:
-                return writer.draw(job.request.key, *drawn)
+                return writer.add_drawn(job.request.key, *drawn)
             return None
 
-        known = writer.take_drawn([job.request.key for job in jobs if job.use_cache])
-        if known:
-            tokens = sum(len(drawn) for completions in known.values() for drawn in completions)
-            what = f"{count(tokens, 'drawn token')} of {count(len(known), 'answer')}"
+        drawn_before = writer.take_drawn([job.request.key for job in jobs if job.use_cache])
+        if drawn_before:
+            tokens = sum(len(drawn) for parts in drawn_before.values() for drawn in parts)
+            what = f"{count(tokens, 'drawn token')} of {count(len(drawn_before), 'answer')}"
             report(Message(f"goes on behind {what} of an earlier run", is_warning=False))
         try:
             requests = [
-                replace(job.request.request, drawn=known[job.request.key])
-                if job.request.key in known
+                replace(job.request.request, drawn=drawn_before[job.request.key])
+                if job.request.key in drawn_before
                 else job.request.request
                 for job in jobs
             ]
@@ -567,6 +586,7 @@ class Service:
                 self._complete(job, response)
 
     def _engine_of(self, model: ModelArguments) -> Engine:
+        """Return the engine of a model; load it, in place of another one, if it is not loaded."""
         key = model.engine_key
         if self._engine is None or self._engine[0] != key:
             self._evict()
@@ -584,6 +604,7 @@ class Service:
             engine.close()
 
     def _complete(self, job: Job, response: Response) -> None:
+        """Give a response to all who wait for a job."""
         job.future.set_result(response)
         with self._changed:
             if not job.num_users:

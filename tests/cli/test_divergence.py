@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexgen_helm import Engine, cli
-from flexgen_helm.cli.divergence import say_perplexity
+from flexgen_helm.cli.divergence import print_perplexity
 from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.plugin import compared_prompts
 from tests.helpers.suites import accuracies, write_run
@@ -203,9 +203,9 @@ def test_a_text_that_cannot_be_scored_is_refused(tiny, tmp_path, capsys, content
 
 
 def test_a_perplexity_that_no_float_holds_is_infinite(capsys):
-    say_perplexity(np.array([-1e4]), as_json=False)
+    print_perplexity(np.array([-1e4]), as_json=False)
     assert capsys.readouterr().out.startswith("perplexity inf over 1 token ")
-    say_perplexity(np.array([-1e4, -2e4]), as_json=True)
+    print_perplexity(np.array([-1e4, -2e4]), as_json=True)
     assert json.loads(capsys.readouterr().out) == {
         "tokens_scored": 2,
         "nll": 3e4,

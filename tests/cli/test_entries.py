@@ -11,7 +11,7 @@ from helm.benchmark.run_spec_factory import construct_run_specs
 from helm.common.object_spec import get_class_by_name, parse_object_spec
 
 import flexgen_helm.plugin  # noqa: F401
-from flexgen_helm import cli, run_entries
+from flexgen_helm import cli, run_specs
 from flexgen_helm.runs.data import DATA
 from flexgen_helm.scenarios import error_detection, lambada, wikitext
 from tests.helpers.data_sets import FAKE_PASSAGES, PAGES, write_data, write_legalbench_settings
@@ -79,9 +79,9 @@ def test_every_shipped_entry_is_listed(capsys):
 
 
 def test_a_new_scenario_of_ours_is_listed_before_it_is_in_a_file(capsys, monkeypatch):
-    by_default, ours = rows(capsys), run_entries.own_run_specs()
+    by_default, ours = rows(capsys), run_specs.our_run_spec_names()
     assert ours and ours <= {entry.partition(":")[0] for entry in by_default}
-    monkeypatch.setattr(run_entries, "own_run_specs", lambda: ours | {"brand_new"})
+    monkeypatch.setattr(run_specs, "our_run_spec_names", lambda: ours | {"brand_new"})
     (added,) = set(rows(capsys)) - set(by_default)
     assert added == "brand_new" and rows(capsys)[added]["source"] == "flexgen_helm"
 

@@ -8,7 +8,7 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.cli.helm_flags import HELM_FLAGS, HelmFlag
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 from tests.helpers.console_script import run_script
 from tests.helpers.flags import record_suites
 

@@ -125,7 +125,7 @@ def test_data_that_must_come_from_the_hub_is_named_with_the_guide(tiny, tmp_path
 
 
 def test_a_missing_harness_is_named_with_the_command_that_brings_it(monkeypatch, capsys):
-    monkeypatch.setattr("flexgen_helm.cli.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_helm.cli.lm_eval.find_spec", lambda name: None)
     assert cli.main(["lm-eval"]) == 2
     assert "pip install 'flexgen-helm[lm-eval]'" in capsys.readouterr().err
 

@@ -16,9 +16,9 @@ from flexgen_helm.cli.app import command_line
 from flexgen_helm.cli.engine_flags import to_arguments
 from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
-from flexgen_helm.files import size_argument, spelled_duration
 from flexgen_helm.planner.policy import Policy
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
+from flexgen_helm.units import size_argument, spelled_duration
 from tests.helpers.console_script import run_script
 from tests.helpers.flags import options_of, record_suites
 from tests.helpers.small_disks import read_only

@@ -15,7 +15,8 @@ from flexgen_helm import Engine, cli
 from flexgen_helm.engine import machine_profile
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.request import GenerationRequest, MemoryLimits
+from flexgen_helm.request import GenerationRequest
+from flexgen_helm.tiers import MemoryLimits
 from tests.helpers.flags import options_of, record_suites
 from tests.helpers.forks import python
 

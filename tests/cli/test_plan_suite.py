@@ -12,7 +12,7 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.cli.suite_lengths import PromptReader, made_prompts, prompts_of
+from flexgen_helm.cli.suite_workload import WorkloadReader, find_prompts, prompt_files
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.suite_plan import suite_workload
 from flexgen_helm.report.ratio_of_sums import instances_needed
@@ -167,7 +167,7 @@ def test_real_prompts_are_counted(model, tmp_path, capsys):
     states = [state(prompt, "yes, it is") for prompt in prompts]
     file = write_run(tmp_path, "gsm:model=flexgen_some", states)
     config = replace(read_model_config("llama-2-70b")[0], max_positions=10**6)
-    reader = PromptReader(config, "cuda", None)
+    reader = WorkloadReader(config, "cuda", None)
     found = reader.workload("gsm", file, 1000, "")  # 9 were asked for, and the data has 3
     expected = suite_workload([found])
     assert suite_workload([reader.workload("gsm", file, 2, "")]).num_sequences == 2
@@ -177,7 +177,7 @@ def test_real_prompts_are_counted(model, tmp_path, capsys):
     entry = "gsm:max_eval_instances=3"
     mine = replace(reader.workload("gsm", cut, 3, ""), entry=entry)
     assert mine == reader.workload(entry, cut, 4, "")
-    short = PromptReader(replace(config, max_positions=len(EXAMPLES) // 20), "cuda", None)
+    short = WorkloadReader(replace(config, max_positions=len(EXAMPLES) // 20), "cuda", None)
     states[0]["request"]["prompt"] = "Question: is it?"
     left = short.workload("gsm", write_run(tmp_path, "gsm:k=3,model=flexgen_some", states), 9, "")
     assert len(left.lengths) == 1, "others are too long for the model"
@@ -214,17 +214,19 @@ def test_an_entry_finds_its_prompts_by_its_arguments(tmp_path):
         tmp_path, "mmlu:subject=a,method=multiple_choice_joint,model=flexgen_x", [state("a", "b")]
     )
     done = write_run(tmp_path, "gsm:model=flexgen_x", [state("a", "b")], inside=".")
-    made = made_prompts(tmp_path / "runs" / "s", "")
-    assert prompts_of("mmlu:subject=a", made) == dry
+    made = prompt_files(tmp_path / "runs" / "s", "")
+    assert find_prompts("mmlu:subject=a", made) == dry
     assert (
-        prompts_of("gsm:follow_format_instructions=instruct", made)
+        find_prompts("gsm:follow_format_instructions=instruct", made)
         == done.parent / "scenario_state.json"
     )
-    assert prompts_of("mmlu:subject=b", made) is None and prompts_of("gsm:stop=none", made) is None
+    assert (
+        find_prompts("mmlu:subject=b", made) is None and find_prompts("gsm:stop=none", made) is None
+    )
 
 
 def test_prompts_of_other_clients_and_empty_files_are_refused(tmp_path):
-    reader = PromptReader(read_model_config("llama-2-70b")[0], "cuda", None)
+    reader = WorkloadReader(read_model_config("llama-2-70b")[0], "cuda", None)
     foreign = state("a", "b")
     foreign["request"]["model"] = "openai/gpt2"
     with pytest.raises(

@@ -17,7 +17,7 @@ from flexgen_helm.cli.plan_problem import PlanOptions, problem_for
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import require_writable
 from flexgen_helm.hardware import cuda_presence
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 from tests.helpers.console_script import HEAVY, Finished, run_script
 
 RUN = "run -r x -m 1"

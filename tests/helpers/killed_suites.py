@@ -321,7 +321,7 @@ def _install_steps(order: Order, folder: Path) -> None:
     from flexgen_helm.engine import divergence, executor
     from flexgen_helm.offload.disk import DirectFile
     from flexgen_helm.offload.rate_limit import RateLimit
-    from flexgen_helm.request import Progress
+    from flexgen_helm.progress import Progress
 
     count = 0
     steps, computed, drawn, passes = (
@@ -370,14 +370,14 @@ def _install_steps(order: Order, folder: Path) -> None:
         add(self, key, result)
 
     response_cache.ResponseWriter.add = noted  # type: ignore[method-assign]
-    draw: Callable[..., float | None] = response_cache.ResponseWriter.draw
+    draw: Callable[..., float | None] = response_cache.ResponseWriter.add_drawn
 
     def noted_token(self: Any, *token: Any) -> float | None:
         print(*token[:3], time.time(), file=drawn)
         step("draw")
         return draw(self, *token)
 
-    response_cache.ResponseWriter.draw = noted_token  # type: ignore[method-assign]
+    response_cache.ResponseWriter.add_drawn = noted_token  # type: ignore[method-assign]
     response_cache.KEEP_EVERY_S = divergence.KEEP_EVERY_S = order.keep_every_s
     if order.read_gb_s:
         limit, transfer = RateLimit(order.read_gb_s), DirectFile._transfer

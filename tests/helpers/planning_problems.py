@@ -9,7 +9,7 @@ from flexgen_helm.hardware.device_profile import simulated_gpu
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 
 LAPTOP = load_profile("laptop")
 MIB = 1 << 20

@@ -44,5 +44,5 @@ def pass_answers(patch: pytest.MonkeyPatch) -> None:
     equal = {"equal": True, "differences": [], "largest_difference": 0.0, "tolerance": 0.0,
              "why": "", "has_sums": False}  # fmt: skip
     patch.setattr(
-        "flexgen_helm.cli.verify._check", lambda *given: [(equal, None) for _ in given[2]]
+        "flexgen_helm.cli.verify.check_answers", lambda *given: [(equal, None) for _ in given[2]]
     )

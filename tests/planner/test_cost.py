@@ -19,7 +19,7 @@ from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 from tests.helpers.planning_problems import config
 
 T4 = load_profile("t4")

@@ -27,8 +27,7 @@ from flexgen_helm.planner.staging import expert_slot_bytes, staging_sizes
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.request import MemoryLimits
-from flexgen_helm.tiers import TIERS
+from flexgen_helm.tiers import TIERS, MemoryLimits
 from tests.helpers.planning_problems import config
 
 GIB = 1 << 30

@@ -20,7 +20,7 @@ from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 from tests.helpers.planning_problems import config, small
 from tests.helpers.shares import share_of
 

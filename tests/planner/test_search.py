@@ -20,7 +20,7 @@ from flexgen_helm.planner.search import search
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import leaving_room, place_weights
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.request import MemoryLimits
+from flexgen_helm.tiers import MemoryLimits
 from tests.helpers.planning_problems import LAPTOP, MIB, config, small
 
 

@@ -24,8 +24,8 @@ from flexgen_helm.errors import CheckpointError, UnknownModelError, UsageError
 from flexgen_helm.plugin import deployment_files, registration
 from flexgen_helm.plugin.context import PluginContext
 from flexgen_helm.plugin.model_names import find_model
-from flexgen_helm.request import MemoryLimits
 from flexgen_helm.service.loaders import EngineLoader
+from flexgen_helm.tiers import MemoryLimits
 from tests.helpers.forks import python
 from tests.helpers.model_folders import edit_config
 from tests.helpers.paths import ROOT

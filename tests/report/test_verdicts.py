@@ -111,7 +111,9 @@ def test_it_is_that_of_random_weights_and_one_document_more(unseen):
     draw = np.random.default_rng(0)
     weights = draw.integers(1, 9, 40).astype(float)
     change = RatioOfSums(weights * (draw.exponential(size=40) ** 2 - 1), weights, unseen)
-    size = change.value + 1.6 * abs(change.numerators - change.value * weights).max() / weights.mean()
+    size = (
+        change.value + 1.6 * abs(change.numerators - change.value * weights).max() / weights.mean()
+    )
     size = min(max(size, unseen[0]), unseen[1])
     exponentials = draw.exponential(size=(200_000, 41))
     for limit in (change.value + 0.3, change.value + 1.0):

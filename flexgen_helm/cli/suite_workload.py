@@ -1,4 +1,6 @@
-"""What run entries ask: prompts that HELM has made, counted. Imports neither HELM nor torch."""
+"""The workload of run entries, counted from the prompts that HELM has made. Imports neither HELM
+nor torch.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,25 @@ from typing import Any
 from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.cli.console import say
 from flexgen_helm.errors import UsageError
-from flexgen_helm.files import count, read_object
+from flexgen_helm.files import read_object
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.suite_plan import EntryWorkload
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, STATE_FILE, asked_instances
 from flexgen_helm.report.scores import entry_of, require_suite
-from flexgen_helm.run_entries import parse
+from flexgen_helm.run_entries import parse_entry
+from flexgen_helm.units import count
 
-# Arguments that change no length, or little: who answers, and how a model is told the format.
-_NEUTRAL = ("model", "model_deployment", "follow_format_instructions", "output_format_instructions")
+# Arguments that need not agree with a run's name: they change no length, or little.
+_IGNORED = (
+    "model",
+    "model_deployment",
+    "follow_format_instructions",
+    "output_format_instructions",
+)
 
 
-def made_prompts(suite: Path, remedy: str) -> dict[str, Path]:
+def prompt_files(suite: Path, remedy: str) -> dict[str, Path]:
     """Return the files of a suite that have prompts, by the run's name without its model.
 
     Raises `UsageError` without such a suite; remedy: what to do then.
@@ -36,26 +44,27 @@ def made_prompts(suite: Path, remedy: str) -> dict[str, Path]:
     return files
 
 
-def prompts_of(entry: str, files: Mapping[str, Path]) -> Path | None:
-    """Return the file with an entry's prompts: HELM's name of the run has its arguments and
-    more.
+def find_prompts(entry: str, files: Mapping[str, Path]) -> Path | None:
+    """Return the file with an entry's prompts, None if there is none.
+
+    files: by the run's name, which has at least the arguments of the entry.
     """
-    scenario, arguments = parse(entry)
-    asked = {
-        key: value.replace("/", "_") for key, value in arguments.items() if key not in _NEUTRAL
+    scenario, arguments = parse_entry(entry)
+    wanted = {
+        key: value.replace("/", "_") for key, value in arguments.items() if key not in _IGNORED
     }
     for run_name, file in files.items():
-        run_scenario, run_arguments = parse(run_name)
-        if run_scenario == scenario and asked.items() <= run_arguments.items():
+        run_scenario, run_arguments = parse_entry(run_name)
+        if run_scenario == scenario and wanted.items() <= run_arguments.items():
             return file
     return None
 
 
-class PromptReader:
-    """Counts prompts that HELM has made, with the tokenizer of the model that they were made for.
+class WorkloadReader:
+    """Counts tokens of prompts, with the tokenizer of the model that they were made for.
 
-    config: of the model that is planned, which decides what is worth sharing.
-    device: its type in torch.
+    config: of the model that is planned, which decides what prefixes are worth sharing.
+    device: type of the compute device, as torch names it.
     """
 
     def __init__(self, config: ModelConfig, device: str, cache_format: CacheFormat | None) -> None:
@@ -67,26 +76,18 @@ class PromptReader:
         self._models = ModelReader("plan")
 
     def workload(self, entry: str, file: Path, most_instances: int, remedy: str) -> EntryWorkload:
-        """Return what the requests in HELM's file ask of so many instances.
+        """Return the sequences of an entry and their lengths in tokens.
 
-        remedy: how to make them again.
-
+        file: HELM's requests of the entry.
+        most_instances: the first so many are counted.
+        remedy: how to make the file again.
         Raises `UsageError` for a file that cannot be used, or has fewer instances than the data.
         """
         from flexgen_helm.scheduling.prepare import prepare
         from flexgen_helm.scheduling.run_size import planned_workload
         from flexgen_helm.service.models import model_arguments
 
-        states = read_object(file).get("request_states", ())
-        if not states:
-            raise UsageError(f"{file} has no requests; {remedy}")
-        ids = list(dict.fromkeys(state["instance"]["id"] for state in states))
-        asked = asked_instances(file.parent)
-        if "max_eval_instances" not in entry and 0 < asked < most_instances and len(ids) >= asked:
-            reason = f"the prompts in {file} were made with -m {asked}"
-            raise UsageError(f"{reason}; plan with -m {asked}, or {remedy}")
-        kept = {*ids[:most_instances]}
-        states = [state for state in states if state["instance"]["id"] in kept]
+        states = _states_of(entry, file, most_instances, remedy)
         name = str(states[0]["request"]["model"])
         if not name.startswith(PREFIX):
             reason = f"the prompts in {file} were made for {name}"
@@ -113,7 +114,22 @@ class PromptReader:
             tokens = max(1, len(request.tokens)), min(limit, expected), limit
             lengths += [tokens] * request.num_completions
         saved, scored = planned.saved_tokens, planned.scored_tokens
-        return EntryWorkload(entry, len(kept), lengths, saved, scored)
+        num_instances = len({state["instance"]["id"] for state in states})
+        return EntryWorkload(entry, num_instances, lengths, saved, scored)
+
+
+def _states_of(entry: str, file: Path, most_instances: int, remedy: str) -> list[Mapping[str, Any]]:
+    """Return HELM's request states of the first instances; arguments as of `workload`."""
+    states = read_object(file).get("request_states", ())
+    if not states:
+        raise UsageError(f"{file} has no requests; {remedy}")
+    ids = list(dict.fromkeys(state["instance"]["id"] for state in states))
+    asked = asked_instances(file.parent)
+    if "max_eval_instances" not in entry and 0 < asked < most_instances and len(ids) >= asked:
+        reason = f"the prompts in {file} were made with -m {asked}"
+        raise UsageError(f"{reason}; plan with -m {asked}, or {remedy}")
+    kept = {*ids[:most_instances]}
+    return [state for state in states if state["instance"]["id"] in kept]
 
 
 def _request(recorded: Mapping[str, Any]) -> Any:
