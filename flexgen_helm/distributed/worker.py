@@ -283,7 +283,7 @@ def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:
     if share >= 1:
         return config
     from flexgen_helm.checkpoint.paths import state_dir
-    from flexgen_helm.engine.device import tier_capacities
+    from flexgen_helm.engine.placing import tier_capacities
     from flexgen_helm.hardware.host_memory import host_memory
     from flexgen_helm.planner.problem import without_margin
 

@@ -11,7 +11,8 @@ from itertools import chain
 
 import torch
 
-from flexgen_helm.engine.executor import BatchOutput, Executor, Pass, SequenceOutput
+from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
+from flexgen_helm.engine.passes import Pass
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.progress import KEEP_EVERY_S
