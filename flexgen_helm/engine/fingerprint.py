@@ -53,8 +53,8 @@ def engine_fingerprint(
     """
     code = (digest,) if (digest := checkpoint.config.values_digest) else ()
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
-    more = *code, *_texts(generation)
-    return _digest(checkpoint.fingerprint, tokenizer, options, arithmetic, more)
+    further_texts = *code, *_generation_texts(generation)
+    return _digest(checkpoint.fingerprint, tokenizer, options, arithmetic, further_texts)
 
 
 def quick_engine_fingerprint(
@@ -86,7 +86,7 @@ def quick_engine_fingerprint(
         Tokenizer.from_path(path),
         options,
         Arithmetic(device, "torch.float32"),
-        _texts(generation),
+        _generation_texts(generation),
     )
 
 
@@ -101,14 +101,16 @@ def what_decides_bits(options: EngineConfig) -> tuple[str, ...]:
     )
 
 
-def _texts(generation: GenerationSettings) -> tuple[str, ...]:
-    """Return what settings add to a digest, of which `config.json` is a part already; often
-    nothing.
+def _generation_texts(generation: GenerationSettings) -> tuple[str, ...]:
+    """Return what generation settings add to a digest; nothing where `config.json`, which is part
+    of the weights' fingerprint, has them all.
     """
-    ends = sorted(generation.eos_ids) if generation.path and generation.path.name != CONFIG else []
+    eos_ids = (
+        sorted(generation.eos_ids) if generation.path and generation.path.name != CONFIG else []
+    )
     return (
-        (json.dumps([generation.applied, ends], sort_keys=True),)
-        if generation.applied or ends
+        (json.dumps([generation.applied, eos_ids], sort_keys=True),)
+        if generation.applied or eos_ids
         else ()
     )
 
@@ -118,17 +120,20 @@ def _digest(
     tokenizer: Tokenizer | None,
     options: EngineConfig,
     arithmetic: Arithmetic,
-    more: tuple[str, ...],
+    further_texts: tuple[str, ...],
 ) -> str:
+    """Return the digest of a text that has the same form in all versions, so that responses that
+    were cached by an earlier one are found.
+    """
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
     device_type, dtype, bits = arithmetic
     bits = what_decides_bits(options) if bits is None else bits
-    known = text_of(
+    text = text_of(
         (
             *(RESULTS_VERSION, weights, vocabulary, options.chosen_precision.label),
-            *(device_type, *more, *unverified, *bits),
+            *(device_type, *further_texts, *unverified, *bits),
         )
     )
-    # The dtype has no quotes.
-    return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()
+    # The dtype is the tuple's last item, and has no quotes: the first version hashed torch's own.
+    return hashlib.sha256(f"{text[:-1]}, {dtype})".encode()).hexdigest()

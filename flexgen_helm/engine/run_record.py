@@ -49,7 +49,6 @@ class EngineIdentity:
     entries, hardware: what the record, and its `hardware`, say of the model and its device.
     """
 
-    model: str
     device: torch.device
     dtype: torch.dtype
     weight_dtype: torch.dtype
