@@ -280,7 +280,8 @@ def build_attention_metadata(
         tokens = slice(first, first + len(block.sequences))
         decodes.append(Decoding(tokens, block, on_host, cached, absolute[tokens], target))
     return AttentionMetadata(
-        *(TableRows(x.on_device, x.on_host) for x in (uploaded_ids, uploaded_positions)),
+        TableRows(uploaded_ids.on_device, uploaded_ids.on_host),
+        TableRows(uploaded_positions.on_device, uploaded_positions.on_host),
         tuple(prompts),
         tuple(decodes),
         tuple(prefixes),

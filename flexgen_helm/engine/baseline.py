@@ -45,7 +45,7 @@ class ComparedRows(NamedTuple):
 
 class Baseline:
     """The logits of compared tokens by one model, and its hidden states if layers are compared, in
-    a file that is mapped into memory.
+    a file that is mapped into memory. It is the `Observer` of the model that fills it.
 
     rows: the whole file, in float32; the next three are parts of it.
     logits: [N, V], by number of the compared token.
@@ -128,7 +128,7 @@ class Baseline:
         ]
         try:
             missing = self.prompts.subset(self.run_prompts)
-            score(engine, missing, _Writer(self), int(self.by_layer))
+            score(engine, missing, self, int(self.by_layer))
         finally:
             self.run_prompts = all_prompts
 
@@ -158,21 +158,16 @@ class Baseline:
             numbers += self.state_numbers[prompt][begin : begin + item.count]
         return numbers
 
-
-class _Writer:
-    """An `Observer` that stores what it is shown."""
-
-    def __init__(self, baseline: Baseline) -> None:
-        self._baseline = baseline
-
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
-        if self._baseline.by_layer:
-            self._baseline.states[stage, self._baseline.states_of(batch)] = hidden.float().cpu()
+        """Store the hidden states of a batch, if layers are compared."""
+        if self.by_layer:
+            self.states[stage, self.states_of(batch)] = hidden.float().cpu()
 
     def on_logits(self, predictions: Sequence[Prediction], logits: Tensor) -> None:
-        rows, numbers, targets = self._baseline.rows_of(predictions)
+        """Store the rows that predict compared tokens, and their log-probabilities."""
+        rows, numbers, targets = self.rows_of(predictions)
         compared = logits[rows].cpu()
-        self._baseline.logits[numbers] = compared
-        self._baseline.rows.flush()  # a power cut must not leave a log-probability without its row
+        self.logits[numbers] = compared
+        self.rows.flush()  # a power cut must not leave a log-probability without its row
         columns = torch.tensor(targets, dtype=torch.long)[:, None]
-        self._baseline.logprobs[numbers] = compared.log_softmax(-1).gather(1, columns)[:, 0]
+        self.logprobs[numbers] = compared.log_softmax(-1).gather(1, columns)[:, 0]

@@ -66,12 +66,8 @@ def quick_engine_fingerprint(
     It does on a GPU, whose dtype is measured, on the ranks of a pipeline, and for the weights of
     which `quick_fingerprint` returns None.
     """
-    device = (
-        "cpu"
-        if options.device == "sim" or (options.device == "auto" and why_no_cuda())
-        else options.device
-    )
-    if device != "cpu" or options.weights == "dummy" or rank_of_process() is not None:
+    is_host = options.device in ("cpu", "sim") or (options.device == "auto" and why_no_cuda())
+    if not is_host or options.weights == "dummy" or rank_of_process() is not None:
         return None
     resolved = resolve(name_or_path, options.revision)
     path = fetch(resolved)
@@ -85,7 +81,7 @@ def quick_engine_fingerprint(
         weights,
         Tokenizer.from_path(path),
         options,
-        Arithmetic(device, "torch.float32"),
+        Arithmetic("cpu", "torch.float32"),
         _generation_texts(generation),
     )
 

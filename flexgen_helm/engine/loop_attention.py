@@ -210,10 +210,10 @@ def _packed_steps(metadata: AttentionMetadata, codec: Codec) -> Iterator[Step]:
     for decoding in metadata.decodes:
         queries = Queries(decoding.positions, 0, torch.float32)
         window, *stored = decode_parts(decoding.block, queries, (), codec)
-        for number, part in enumerate(stored or [window]):
-            first, rows = decoding.tokens.start, part.sequences
+        for number, decode_part in enumerate(stored or [window]):
+            first, rows = decoding.tokens.start, decode_part.sequences
             tokens = slice(first + rows.start, first + rows.stop)
-            groups = _block_groups(decoding.block, window, part, codec)
+            groups = _block_groups(decoding.block, window, decode_part, codec)
             table = SegmentTable.of(groups, positions[tokens])
             yield Step(tokens, table, None if number else decoding)
 

@@ -45,7 +45,10 @@ _WATCHED_S = 0.5
 
 @dataclass(frozen=True)
 class SavedProfile:
-    """busy_share: share of the processors' time that other programs took meanwhile."""
+    """A profile, and what disturbed its measuring.
+
+    busy_share: share of the processors' time that other programs took meanwhile.
+    """
 
     profile: HardwareProfile
     busy_share: float
@@ -86,12 +89,14 @@ def _usable(folder: Path) -> HardwareProfile | None:
 
 
 def measure(folder: Path) -> HardwareProfile:
+    """Measure everything; `folder` is on the disk that is measured."""
     from flexgen_helm.engine import profiler  # imports torch
 
     return profiler.measure(folder)
 
 
 def _measured_now(folder: Path) -> HardwareProfile:
+    """Measure and save this machine's profile, with a mark if the machine is busy."""
     require_writable(folder, "the offload directory", "name another folder with --offload-dir")
     report(ProgressPhase("measure", "takes half a minute; close programs that compute"))
     before = busy_share()
@@ -158,7 +163,7 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": psutil.virtual_memory().total,
         "device": os.stat(existing_folder(folder)).st_dev,
-        "gpu": [line for gpu in _gpus() for line in gpu],
+        "gpu": _gpu_lines(),
         "torch": version("torch"),
     }
 
@@ -168,14 +173,15 @@ def _path() -> Path:
     models.
     """
     rank = rank_of_process()
-    models = {line for gpu in _gpus() for line in gpu if line.startswith("Model:")}
+    models = {line for line in _gpu_lines() if line.startswith("Model:")}
     number = rank.local_number if rank is not None and len(models) > 1 else 0
     return state_dir() / (f"profile-gpu{number}.json" if number else "profile.json")
 
 
-def _gpus() -> list[list[str]]:
-    """Return what the driver says of each GPU, line by line."""
-    return [_lines(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+def _gpu_lines() -> list[str]:
+    """Return the lines in which the driver describes all GPUs."""
+    paths = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [line for path in paths for line in _lines(path)]
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -220,6 +226,7 @@ class EngineProfile:
 
     @property
     def pins_host_memory(self) -> bool:
+        """Whether the driver has pinned all memory that it was asked for so far."""
         return self._link is None or self._link.pins
 
     def profile(self, measure: bool) -> HardwareProfile | None:
@@ -242,11 +249,12 @@ class EngineProfile:
         return self._known
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:
+        """Return a profile with the engine's device and rates, and room for its limits."""
         options = self._options
-        found = "cpu" if self._link is None else "cuda"
+        device_type = "cpu" if self._link is None else "cuda"
         profile = profile_for_device(
             profile,
-            "sim" if options.device == "sim" else found,
+            "sim" if options.device == "sim" else device_type,
             options.link_gb_s,
             options.disk_gb_s,
             f"run `flexgen-helm profile`, or name another with {HARDWARE_VARIABLE}",

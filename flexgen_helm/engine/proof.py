@@ -22,8 +22,7 @@ import importlib.metadata
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -135,22 +134,15 @@ def require_proof(model: OpenedModel, engine_class: type[Engine]) -> bool | None
         return True
     if model.options.unverified:
         return False
-    with _one_process_at_a_time():
+    # Other processes with the same home wait; in a home that cannot be written, each proves for
+    # itself.
+    with state_lock(f"{_PROOFS}.running"):
+        for folder in state_dir().glob(f"{FOLDER_PREFIX}*"):  # of a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)
         if not is_proved(key):  # by another process meanwhile
             report(ProgressPhase("prove", model.name))
             _prove(key, content, model, engine_class)
     return True
-
-
-@contextmanager
-def _one_process_at_a_time() -> Iterator[None]:
-    """Let other processes with the same home wait; in a home that cannot be written, each proves
-    for itself.
-    """
-    with state_lock(f"{_PROOFS}.running"):
-        for folder in state_dir().glob(f"{FOLDER_PREFIX}*"):  # of a process that was killed
-            shutil.rmtree(folder, ignore_errors=True)
-        yield
 
 
 def is_proved(key: ProofKey) -> bool:

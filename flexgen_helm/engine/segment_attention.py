@@ -78,11 +78,11 @@ class SegmentAttention(AttentionBackend):
             for tokens, part in parts:
                 out[tokens], lse[tokens] = part
         for prefix in self._prefixes:
-            tokens = prefix.tokens
-            merged = out[tokens], lse[tokens]
-            for part in prefix.attend(context, q[tokens]):
+            seeing = prefix.tokens
+            merged = out[seeing], lse[seeing]
+            for part in prefix.attend(context, q[seeing]):
                 merged = merge_partial(merged, part)
-            out[tokens], lse[tokens] = merged
+            out[seeing], lse[seeing] = merged
         return out, lse
 
     def _attend_own(

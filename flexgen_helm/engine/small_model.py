@@ -208,8 +208,8 @@ def largest_difference(
     """Return the largest difference of a log-probability, in nats, between a model of transformers
     and the same one opened.
 
-    Raises the first error of a request; that a token has no embedding here is one only if most
-    requests have drawn such tokens.
+    Raises `FlexgenError` for the first error of a request. Requests that have drawn a token which
+    no text can have are left out, and are an error only if they are half of all or more.
     """
     with opened_engine(engine_class, opened) as engine:
         results = engine.run(requests)
