@@ -191,16 +191,14 @@ def _lines(path: str | Path) -> list[str]:
         return []
 
 
-# The machine's profile as one engine has it: with its own tiers, and with a gpu that it simulates.
-# No torch.
-
 # Names another profile than this machine's measured one: a shipped machine, or a file that
 # `profile -o` wrote.
 HARDWARE_VARIABLE = "FLEXGEN_HELM_HARDWARE"
 
 
 class EngineProfile:
-    """Where the planner of one engine has the machine's rates from.
+    """The machine's profile as one engine has it: with its own tiers, and with a gpu that it
+    simulates. Its planner takes the machine's rates from here.
 
     name: of the profile that takes the place of the measured one; None if there is none.
     """
