@@ -48,7 +48,8 @@ from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import DrawnToken, TopLogprobs
-from flexgen_helm.scheduling.sequence import Batch, PromptScores, SamplingParams, Sequence
+from flexgen_helm.scheduling.sampling_params import SamplingParams
+from flexgen_helm.scheduling.sequence import Batch, PromptScores, Sequence
 from flexgen_helm.scheduling.stage_visits import StageVisit, WorkItem, stage_visits
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.

@@ -32,15 +32,15 @@ from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
-from flexgen_helm.planner.problem import without_margin
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.tiers import TIERS, Tier, limit_flag
+from flexgen_helm.tiers import TIERS, Tier, limit_flag, without_margin
 
 
 @dataclass(frozen=True)
