@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from flexgen_helm.checkpoint.checkpoint import Checkpoint
-    from flexgen_helm.engine.divergence import Compared, ComparedPrompts
+    from flexgen_helm.engine.compared_prompts import ComparedPrompts
+    from flexgen_helm.engine.divergence import Compared
     from flexgen_helm.report.divergence import Divergence, ScoredTokens
     from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
@@ -124,7 +125,9 @@ def divergence(
         )
     else:
         content = _read_text(text)
-    from flexgen_helm.engine.divergence import require_comparable, score
+
+    from flexgen_helm.engine.compared_prompts import score
+    from flexgen_helm.engine.divergence import require_comparable
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.engine.opening import open_files
 
@@ -224,7 +227,8 @@ def _divergences(
     prints: print each divergence as soon as it is there.
     Returns the divergences of the other models, by run entry.
     """
-    from flexgen_helm.engine.divergence import Baseline
+    from flexgen_helm.engine.baseline import Baseline
+    from flexgen_helm.engine.divergence import compare
     from flexgen_helm.engine.engine import Engine
     from flexgen_helm.report.divergence import divergence_between, divergence_text
 
@@ -237,7 +241,7 @@ def _divergences(
         baseline.fill(loaded)
     for model in models[1:]:
         with Engine.from_config(model.name, baseline.beside(model.options)) as loaded:
-            compared = baseline.compare(loaded)
+            compared = compare(baseline, loaded)
         for (entry, prompts), part in zip(by_entry.items(), compared):
             scored = _scored(prompts, part)
             divergence = divergence_between(first.label, model.label, scored, part.layers)
@@ -294,7 +298,7 @@ def _prompts_of_text(
         raise UsageError(
             f"--window {window} is beyond the {checkpoint.config.max_positions} positions of {name}"
         )
-    from flexgen_helm.engine.divergence import ComparedPrompts
+    from flexgen_helm.engine.compared_prompts import ComparedPrompts
 
     ids = tokenizer.encode(text, add_special_tokens=False)
     starts = range(0, len(ids) - 1, window)[:max_windows]

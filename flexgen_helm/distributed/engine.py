@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,7 +23,7 @@ from flexgen_helm.distributed.ray_cluster import RaySession, RayWorkers
 from flexgen_helm.distributed.worker import (
     Answered,
     DrawnAt,
-    Expected,
+    ExpectedIdentity,
     Failure,
     ModelToLoad,
     UnitRecord,
@@ -79,10 +79,17 @@ class WorkerRecord:
         }
 
 
+class RunningUnit(NamedTuple):
+    """indexes: of its requests. attempt: how many units with them have failed before."""
+
+    indexes: Sequence[int]
+    attempt: int
+
+
 class ClusterRun:
     """One call of `ClusterEngine.run`: what is computed, by whom, and what has been answered.
 
-    units: requests and how many units with them failed, by the number of a unit that runs.
+    units: those that run, by their numbers.
     failures: request -> why it is given up.
     """
 
@@ -96,13 +103,13 @@ class ClusterRun:
         self._requests, self._workers = requests, workers
         self._on_result, self._on_drawn = on_result, on_drawn
         self._began = time.monotonic()
-        self.units: dict[int, tuple[Sequence[int], int]] = {}
+        self.units: dict[int, RunningUnit] = {}
         self.results: list[GenerationResult | None] = [None] * len(requests)
         self.failures: dict[int, str] = {}
         self.records: dict[str, WorkerRecord] = {}
         prompts = [tuple(request.prompt_token_ids or ()) for request in requests]
-        # Half of the tokens that may be drawn are expected.
-        self._expected = [
+        # of each request: half of the tokens that may be drawn are expected
+        self._expected_tokens = [
             len(ids) + request.n * request.max_tokens / 2 for ids, request in zip(prompts, requests)
         ]
         shares = 1 if workers.is_alone else UNITS_PER_WORKER * workers.num_expected
@@ -115,7 +122,7 @@ class ClusterRun:
         """Divide requests into units, and have them computed."""
         parts = [indexes[start : start + size] for start in range(0, len(indexes), size)]
         numbers = list(itertools.islice(_UNIT_NUMBERS, len(parts)))
-        self.units |= {number: (part, attempt) for number, part in zip(numbers, parts)}
+        self.units |= {number: RunningUnit(part, attempt) for number, part in zip(numbers, parts)}
         requests = [{index: self._requests[index] for index in part} for part in parts]
         self._workers.submit(dict(zip(numbers, requests)))
 
@@ -160,7 +167,9 @@ class ClusterRun:
         """Return how far all workers together are, by answers."""
         answered = [result for result in self.results if result is not None]
         done = sum(result.cost.prompt_tokens + result.cost.output_tokens for result in answered)
-        left = sum(tokens for tokens, result in zip(self._expected, self.results) if result is None)
+        left = sum(
+            tokens for tokens, result in zip(self._expected_tokens, self.results) if result is None
+        )
         elapsed_s = time.monotonic() - self._began
         return Progress(done, round(done + left), len(answered), len(self.results), elapsed_s)
 
@@ -212,11 +221,11 @@ class ClusterEngine:
         self._began = time.monotonic()
         self._identities: dict[str, WorkerIdentity] = {}
         self._failures: dict[str, Failure] = {}
-        self._told = False
+        self._has_news = False  # or the user has been told what is missing
         self._news: deque[tuple[str, int | None, WorkerEvent]] = deque()
         report(ModelInUse(model.name, model.config.chosen_precision.name))
         report(ProgressPhase("load"))
-        self._workers = session.start(model, _expected(model))
+        self._workers = session.start(model, _expected_identity(model))
         try:
             while not self._identities:
                 stop_point()
@@ -227,6 +236,7 @@ class ClusterEngine:
         self._load_s = time.monotonic() - self._began
 
     def close(self) -> None:
+        """End the workers."""
         self._workers.close()
 
     def run(
@@ -257,7 +267,7 @@ class ClusterEngine:
         if run.failures:
             raise WorkerError(
                 f"{len(run.failures)} of {len(requests)} requests failed {MAX_ATTEMPTS} times, the "
-                f"others are answered: {_joined(run.failures.values())}"
+                f"others are answered: {_join_reasons(run.failures.values())}"
             )
         return [result for result in run.results if result is not None]
 
@@ -267,17 +277,18 @@ class ClusterEngine:
         for name, unit, events in self._workers.news(_POLL_S):
             self._news.extend((name, unit, event) for event in events)
         while self._news:  # each once, also where a run's `on_result` raises amid them
-            self._told = True
+            self._has_news = True
             self._receive(*self._news.popleft(), run)
         if error:
             self._raise(error)
-        if not self._told and time.monotonic() - self._began > _TELL_AFTER_S:
-            self._told = True
+        if not self._has_news and time.monotonic() - self._began > _TELL_AFTER_S:
+            self._has_news = True
             report(Message("workers wait for Ray, which may be using their cores or GPUs"))
 
     def _receive(
         self, name: str, unit: int | None, event: WorkerEvent, run: ClusterRun | None
     ) -> None:
+        """Pass on what a worker tells: to the user, to this engine, or to the run of its unit."""
         match event:
             case Message():
                 report(Message(f"{name}: {event.text}", event.is_warning))
@@ -302,12 +313,12 @@ class ClusterEngine:
             raise WorkerError(error)
         failures = self._failures.values()
         is_refused = all(failure.exit_code == UsageError.exit_code for failure in failures)
-        why = _joined(failure.message for failure in failures)
+        why = _join_reasons(failure.message for failure in failures)
         names = ", ".join(list(self._failures)[:5])
         raise (UsageError if is_refused else WorkerError)(f"no worker is left; {names}: {why}")
 
 
-def _expected(model: ModelToLoad) -> Expected:
+def _expected_identity(model: ModelToLoad) -> ExpectedIdentity:
     """Return what workers of all kinds may compute with, by this machine's files."""
     config = model.config
     resolved = resolve(model.path, config.revision)
@@ -315,7 +326,7 @@ def _expected(model: ModelToLoad) -> Expected:
     path = checkpoint.tokenizer_path
     tokenizer = Tokenizer.from_path(path) if path else None
     kinds = itertools.product(("cpu", "cuda"), (torch.float32, torch.float16, torch.bfloat16))
-    return Expected(
+    return ExpectedIdentity(
         frozenset(
             engine_fingerprint(checkpoint, tokenizer, config, Arithmetic(device, str(dtype)))
             for device, dtype in kinds
@@ -323,6 +334,6 @@ def _expected(model: ModelToLoad) -> Expected:
     )
 
 
-def _joined(reasons: Iterable[str]) -> str:
+def _join_reasons(reasons: Iterable[str]) -> str:
     """Join the reasons of failures, each once."""
     return "; ".join(dict.fromkeys(reasons))

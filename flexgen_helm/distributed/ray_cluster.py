@@ -23,7 +23,7 @@ from typing import Any
 
 from flexgen_helm import __version__
 from flexgen_helm.distributed.board import Board, News, RequestUnit
-from flexgen_helm.distributed.worker import Expected, ModelToLoad, Worker
+from flexgen_helm.distributed.worker import ExpectedIdentity, ModelToLoad, Worker
 from flexgen_helm.errors import UsageError
 
 _ADDRESS = re.compile(r"([^/:\s]+):(\d{1,5})")
@@ -96,8 +96,8 @@ def pool_size(nodes: Sequence[Mapping[str, Any]], on_gpus: bool, cores: int | No
     if on_gpus:
         shares = [node_cores // gpus for node_cores, gpus in sizes if gpus]
         return PoolSize(cores or max(1, min(shares, default=1)), 1, sum(gpus for _, gpus in sizes))
-    of_worker = cores or max(1, max((node_cores for node_cores, _ in sizes), default=1))
-    return PoolSize(of_worker, 0, sum(node_cores // of_worker for node_cores, _ in sizes))
+    worker_cores = cores or max(1, max((node_cores for node_cores, _ in sizes), default=1))
+    return PoolSize(worker_cores, 0, sum(node_cores // worker_cores for node_cores, _ in sizes))
 
 
 class RaySession:
@@ -114,7 +114,7 @@ class RaySession:
         self._closed = threading.Event()
         # Linux ends the processes of a local cluster with the thread that started them, so this one
         # lives on.
-        self._thread = threading.Thread(target=self._live, name="ray", daemon=True)
+        self._thread = threading.Thread(target=self._hold_connection, name="ray", daemon=True)
 
     def connect_soon(self) -> None:
         """Begin to connect, in the background; once."""
@@ -138,7 +138,8 @@ class RaySession:
         if self._thread.ident is not None:
             self._thread.join(4 * _CLOSE_S)
 
-    def _live(self) -> None:
+    def _hold_connection(self) -> None:
+        """Connect, and disconnect when the session is closed; runs in a thread."""
         try:
             self._init()
         except Exception as error:
@@ -159,6 +160,7 @@ class RaySession:
             ray.shutdown()
 
     def _init(self) -> None:
+        """Connect. Raises `UsageError` for a cluster that cannot be reached."""
         import ray
         import ray.data
 
@@ -201,7 +203,7 @@ class RaySession:
             )
         return wanted
 
-    def start(self, model: ModelToLoad, expected: Expected) -> RayWorkers:
+    def start(self, model: ModelToLoad, expected: ExpectedIdentity) -> RayWorkers:
         """Start workers for a model. Raises `UsageError` where there is room for none."""
         return RayWorkers(self._options, model, expected)
 
@@ -218,6 +220,7 @@ def _separate_random_generator() -> None:
 
 
 def _no_cluster(address: str, error: Exception) -> str:
+    """Return a sentence for an error of connecting, with what to do."""
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     if address == "local":
         return f"Ray cannot be started on this machine: {first_line}"
@@ -240,7 +243,7 @@ class RayWorkers:
     error: why there are no workers any more; empty while there may be.
     """
 
-    def __init__(self, options: RayOptions, model: ModelToLoad, expected: Expected) -> None:
+    def __init__(self, options: RayOptions, model: ModelToLoad, expected: ExpectedIdentity) -> None:
         import ray
         import ray.data
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -266,7 +269,8 @@ class RayWorkers:
             max_size=options.workers,
             max_tasks_in_flight_per_actor=1,  # the next unit waits for whoever is idle first
         )
-        feed: Any = _units
+        feed: Any = _units  # Ray's types know no generators
+        # One row begins one generator, whose rows are the units.
         units = ray.data.from_items([0]).map_batches(feed, fn_args=(self._board,), num_cpus=0)
         self._dataset = units.map_batches(
             Worker,
@@ -280,6 +284,7 @@ class RayWorkers:
         self._thread.start()
 
     def _drive(self) -> None:
+        """Take the dataset's rows, which keeps the actors at work; runs in a thread."""
         try:
             for _ in self._dataset.iter_internal_ref_bundles():
                 pass

@@ -112,7 +112,7 @@ Outbox = SimpleQueue[WorkerEvent]
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedIdentity:
     """What the driver would compute with: a worker that differs is refused.
 
     fingerprints: an engine may have, by its device and number type.
@@ -148,7 +148,9 @@ class Expected:
 class Worker:
     """What Ray Data calls with units: an engine, and a thread that tells the board of it."""
 
-    def __init__(self, board: Any, model: ModelToLoad, expected: Expected, cores: int) -> None:
+    def __init__(
+        self, board: Any, model: ModelToLoad, expected: ExpectedIdentity, cores: int
+    ) -> None:
         """Load the model; what forbids that is told and raised.
 
         board: Ray's handle of the `Board`. cores: those that Ray gives to this worker.
@@ -283,7 +285,7 @@ def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:
     if share >= 1:
         return config
     from flexgen_helm.checkpoint.paths import state_dir
-    from flexgen_helm.engine.device import tier_capacities
+    from flexgen_helm.engine.placing import tier_capacities
     from flexgen_helm.hardware.host_memory import host_memory
     from flexgen_helm.tiers import without_margin
 

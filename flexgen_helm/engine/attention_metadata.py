@@ -31,8 +31,9 @@ from flexgen_helm.scheduling.sequence import Batch, CacheBlock, Sequence, Sequen
 
 @dataclass(frozen=True, eq=False)
 class BatchPrompt:
-    """A sequence whose first tokens are computed in this batch: `tokens` of the batch attend to
-    each other.
+    """A sequence whose prompt is computed in this batch.
+
+    tokens: of the batch, which attend to each other.
     """
 
     sequence: Sequence
@@ -45,9 +46,9 @@ class Decoding:
 
     tokens: of the batch.
     on_host: the host computes attention.
-    positions: [B], of the tokens among their sequences' own; absolute: [B]; both where attention is
-        computed.
-    target: where the tokens go.
+    positions: [B], of the tokens among their sequences' own tokens, where attention is computed.
+    absolute: [B], the same counted from the first token of the text.
+    target: where the cache takes their keys and values.
     """
 
     tokens: slice
@@ -121,6 +122,7 @@ class AttentionMetadata:
 
     @property
     def longest_prompt(self) -> int:
+        """Tokens of the longest prompt; 0 without one."""
         return max((prompt.tokens.stop - prompt.tokens.start for prompt in self.prompts), default=0)
 
     @property
@@ -152,16 +154,21 @@ class AttentionBackend(ABC):
     metadata: AttentionMetadata
 
     @abstractmethod
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        """Store new tokens, and attend over all segments; q [T, Hq, D], k and v [T, Hk, D] -> [T,
-        Hq, D] and log-sum-exp [T, Hq].
+    def attend(self, context: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        """Store new keys and values, and attend over all segments.
+
+        q: [T, Hq, D].
+        k, v: [T, Hk, D].
+
+        Return output [T, Hq, D] and log-sum-exp [T, Hq].
         """
 
 
 @dataclass(frozen=True, eq=False)
 class LayerAttention(Attend):
-    """Attention of one layer over the segments of one batch.
+    """Attention of one layer over the segments of one batch; backends are given it as `context`.
 
+    window: of the layer; None where tokens see all before them.
     config: of queries that name no other.
     """
 
@@ -186,8 +193,8 @@ class LayerAttention(Attend):
         config: AttentionConfig | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        at = self if config is None else replace(self, config=config)
-        out, lse = self.backend.attend(at, q, k, v)
+        context = self if config is None else replace(self, config=config)
+        out, lse = self.backend.attend(context, q, k, v)
         # [Hq], logits that take a share of each head's softmax and have no value
         if sinks is not None:
             # PyTorch's sigmoid follows an element's place in memory
@@ -196,6 +203,7 @@ class LayerAttention(Attend):
         return out
 
     def state_groups(self) -> Iterator[StateGroup]:
+        """Divide the batch's tokens for a layer that keeps states."""
         return self.backend.metadata.state_groups(self.layer, self.cache)
 
 
@@ -204,17 +212,17 @@ def _forget(states: Tensor) -> None:
 
 
 def store_prompts(
-    metadata: AttentionMetadata, at: LayerAttention, k: Tensor, v: Tensor
+    metadata: AttentionMetadata, context: LayerAttention, k: Tensor, v: Tensor
 ) -> Iterator[tuple[BatchPrompt, KeysValues]]:
     """Store each prompt that anything reads later; yield it with its older tokens as quantizing
     leaves them.
     """
-    asked = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in metadata.prompts]
-    encoded = at.cache.codec.encode_prompts(k, v, asked)
+    spans = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in metadata.prompts]
+    encoded = context.cache.codec.encode_prompts(k, v, spans)
     for prompt, (units, older) in zip(metadata.prompts, encoded):
         if prompt.sequence.needs_cache:
             keys_values = k[prompt.tokens], v[prompt.tokens]
-            at.cache.write(prompt.sequence.seat, at.layer, keys_values, units)
+            context.cache.write(prompt.sequence.seat, context.layer, keys_values, units)
         yield prompt, older
 
 
@@ -227,8 +235,8 @@ def build_attention_metadata(
     token_ids: list[int] = []
     positions: list[int] = []
     prompts: list[BatchPrompt] = []
-    blocks: dict[CacheBlock, int] = {}  # first token of the batch
-    users: dict[Sequence, list[int]] = {}  # of a prefix: tokens of the batch
+    blocks: dict[CacheBlock, int] = {}  # of a block: its first token in the batch
+    prefix_tokens: dict[Sequence, list[int]] = {}  # of a prefix: tokens of the batch that see it
     for item in batch.scheduled:
         sequence, first = item.sequence, len(token_ids)
         begin, tokens = sequence.num_computed, slice(first, first + item.count)
@@ -240,11 +248,11 @@ def build_attention_metadata(
             assert item.count == 1
             blocks.setdefault(sequence.seat[0], first)
         for prefix in sequence.prefixes:
-            users.setdefault(prefix, []).extend(range(tokens.start, tokens.stop))
+            prefix_tokens.setdefault(prefix, []).extend(range(tokens.start, tokens.stop))
 
     uploads = Uploads()
-    ids, at = uploads.add(token_ids), uploads.add(positions)
-    appended = [
+    uploaded_ids, uploaded_positions = uploads.add(token_ids), uploads.add(positions)
+    new_tokens = [
         (
             place_new_tokens(block, cache.codec, uploads),
             uploads.add([s.num_computed for s in block.sequences]),
@@ -257,17 +265,25 @@ def build_attention_metadata(
             uploads.add(tokens),
             uploads.add([positions[token] - prefix.start for token in tokens]),
         )
-        for prefix, tokens in users.items()
+        for prefix, tokens in prefix_tokens.items()
     ]
     ends = [prompt.tokens.stop for prompt in prompts]
     prompt_ends = uploads.add([prompts[0].tokens.start, *ends] if len(prompts) > 1 else [])
     uploads.copy(device)
 
     decodes = []
-    for (block, first), (target, counts) in zip(blocks.items(), appended):
+    for (block, first), (target, counts) in zip(blocks.items(), new_tokens):
         on_host = cache.attends_on_host(block)
-        cached, absolute = (x.on_host if on_host else x.on_device for x in (counts, at))
+        cached, absolute = (
+            x.on_host if on_host else x.on_device for x in (counts, uploaded_positions)
+        )
         tokens = slice(first, first + len(block.sequences))
         decodes.append(Decoding(tokens, block, on_host, cached, absolute[tokens], target))
-    rows = TableRows(ids.on_device, ids.on_host), TableRows(at.on_device, at.on_host)
-    return AttentionMetadata(*rows, tuple(prompts), tuple(decodes), tuple(prefixes), prompt_ends)
+    return AttentionMetadata(
+        TableRows(uploaded_ids.on_device, uploaded_ids.on_host),
+        TableRows(uploaded_positions.on_device, uploaded_positions.on_host),
+        tuple(prompts),
+        tuple(decodes),
+        tuple(prefixes),
+        prompt_ends,
+    )

@@ -1,24 +1,15 @@
-"""The device that computes, the copies to and from it, and what its tiers hold."""
+"""The device that computes, the copies to and from it, and the type of its products."""
 
 from __future__ import annotations
-
-import shutil
-from pathlib import Path
 
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.files import existing_folder
-from flexgen_helm.hardware.host_memory import host_memory
+from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.processor import processor_name
 from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
-from flexgen_helm.planner.workspace import Workspace
-from flexgen_helm.progress import Message, report
-from flexgen_helm.tiers import TIERS, MemoryLimits, Tier, limit_flag, without_margin
-from flexgen_helm.units import exact_size, size
 
 
 def open_device(
@@ -82,6 +73,11 @@ def read_as_float16_if_faster(device: torch.device, checkpoint: Checkpoint) -> s
     return ""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name without PyTorch's prefix, as `float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoint) -> str:
     """Say why products are in `dtype`, where nothing stood in the way."""
     if checkpoint.as_float16 and dtype == torch.float16:
@@ -93,57 +89,3 @@ def dtype_reason(device: torch.device, dtype: torch.dtype, checkpoint: Checkpoin
     if device.type == "cpu":
         return "the precision that is promised for CPUs"
     return "measured to be faster than the type of the weights"
-
-
-def require_room(folder: Path, num_bytes: int) -> None:
-    """Raise `MemoryLimitError` where the disk of a folder has less room than the weights need that
-    fit nowhere else.
-    """
-    if num_bytes > (free := shutil.disk_usage(existing_folder(folder)).free):
-        raise MemoryLimitError(
-            f"{folder} has {size(free)} free, and weights need {size(num_bytes)} there: make room, "
-            "name another folder with --offload-dir, or raise --cpu-memory"
-        )
-
-
-def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) -> dict[Tier, int]:
-    """Return the bytes of each tier for one process: the given limit, otherwise what is free, less
-    a margin.
-
-    A limit may exceed what is free in host memory, which some systems grant as it is used.
-
-    limits: of this process.
-    num_sharers: processes that share what the machine has free, this one included.
-    """
-    memory = host_memory()
-    _warn_beyond("cpu", limits.cpu, memory.available)
-    capacities: dict[Tier, int] = {
-        "gpu": 0,
-        "cpu": without_margin(memory.available, memory.total) // num_sharers,
-        "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
-    }
-    return {
-        tier: capacities[tier] if (limit := getattr(limits, tier)) is None else limit
-        for tier in TIERS
-    }
-
-
-def gpu_capacity(limit: int | None, device: torch.device, workspace: Workspace) -> int:
-    """Return the bytes of a GPU for weights and caches: the limit, else what is free less a margin.
-
-    What computing needs is taken off.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    _warn_beyond("gpu", limit, free)
-    room = workspace.room_beside(free if limit is None else min(limit, free))
-    return min(without_margin(free, total), room) if limit is None else room
-
-
-def _warn_beyond(tier: Tier, limit: int | None, free: int) -> None:
-    if limit is not None and limit > free:
-        report(
-            Message(
-                f"{limit_flag(tier)} allows {exact_size(limit)} and {exact_size(free)} are free "
-                "now: lower it, or end other programs"
-            )
-        )

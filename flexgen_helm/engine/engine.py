@@ -13,10 +13,14 @@ from typing import Any
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig, with_options_of
+from flexgen_helm.engine.batch_invariance import require_batch_invariance
+from flexgen_helm.engine.device import dtype_name
 from flexgen_helm.engine.executor import Executor, ModelStages, Observer
-from flexgen_helm.engine.opening import OpenedModel, open_model, place_model, report_rounding
+from flexgen_helm.engine.kernel_checks import compare_kernels
+from flexgen_helm.engine.opening import OpenedModel, open_model, report_rounding
 from flexgen_helm.engine.pipeline import Pipeline, joined_pipeline
-from flexgen_helm.engine.proof import compare_kernels, require_batch_invariance, require_proof
+from flexgen_helm.engine.placing import place_model
+from flexgen_helm.engine.proof import require_proof
 from flexgen_helm.engine.run import OnDrawn, OnResult, ResultCollector, Run, finish
 from flexgen_helm.engine.run_record import EngineIdentity, add_prediction, run_record
 from flexgen_helm.engine.scoring import Score, ScoredPair, score_pairs
@@ -28,11 +32,7 @@ from flexgen_helm.hardware.freed_memory import (
     return_freed_memory,
 )
 from flexgen_helm.hardware.threads import ThreadGovernor
-from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.models.transformers_backend.decoder import decoder_of
-from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.transfer_stats import PassReads
-from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.progress import ModelInUse, PlanLine, Progress, ProgressPhase, report
 from flexgen_helm.request import GenerationRequest, GenerationResult
@@ -83,7 +83,7 @@ class Engine:
         self._tiers, ledgers = placed.tiers, placed.tiers.ledgers
         self.ledger = ledgers[model.compute_tier]
         resident = ResidentMemory(ledgers["cpu"].limit) if is_host else None
-        self._weights = self._load_weights(model, threads)
+        self._weights = placed.load_weights(model, threads)
         if is_host:
             keep_freed_memory()
         self.fingerprint = model.fingerprint
@@ -92,7 +92,7 @@ class Engine:
         self.identity = EngineIdentity.of(model, placed.part.experts, is_proved, load_s)
         self._model = ModelStages(
             self.model_config,
-            decoder_of(placed.part, device, model.dtype),
+            model.decoder_of(placed.part),
             self._weights,
             self._tiers,
             device,
@@ -138,7 +138,7 @@ class Engine:
             try:  # an error of one rank is raised on all, and none keeps its part
                 engine = cls._open(name_or_path, config, name, pipeline)
                 if len(set(dtypes := pipeline.agree(engine.identity.dtype))) > 1:
-                    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                    names = ", ".join(map(dtype_name, dtypes))
                     raise UsageError(
                         f"the ranks of the pipeline compute in {names}; take devices that compute "
                         "alike"
@@ -308,19 +308,7 @@ class Engine:
         threads back.
         """
         model, is_done = self._model, False
-        cache = KVCache(
-            model.decoder.config,
-            self._tiers,
-            model.decoder.dtype,
-            plan.cache,
-            room=plan.cache_room,
-            cpu_attention=self.options.cpu_attention and self._tiers.compute_tier == "gpu",
-            cache_format=self.cache_format,
-            one_layer=plan.schedule.is_single_pass,
-            names_tiers=self._pipeline.is_whole,
-        )
-        activations = ActivationStore(self._tiers, plan.activations)
-        executor = Executor(model, cache, activations, plan.expert_tokens, observer)
+        executor = Executor(model, plan, self.cache_format, self.options.cpu_attention, observer)
         if answers.goes_on and plan.schedule.is_single_pass:
             executor.keep_states(self.fingerprint, answers.begin_pass)
         try:
@@ -378,21 +366,6 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _load_weights(self, model: OpenedModel, threads: ThreadGovernor | None) -> TieredWeights:
-        """Load the weights into their tiers, which are closed after an error."""
-        try:
-            weights = TieredWeights(
-                model.checkpoint, self._tiers, self.placement, model.dtype, threads
-            )
-            weights.batch_invariant = self.options.batch_invariant
-            return weights
-        except BaseException:
-            self._tiers.close()
-            raise
-        finally:
-            if threads is not None:
-                threads.release()
 
     def _reporter(self, progress: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
         """Return a function that adds what is in memory, and read of the disk, to a run's progress

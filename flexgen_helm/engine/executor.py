@@ -1,5 +1,5 @@
-"""The executor: the loop over stages and batches. It knows stages and tensors, no model names and
-no policy.
+"""The executor: the loop over stages and batches, and what it predicts for each batch. It knows
+stages and tensors, no model names and no policy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import abc, deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from flexgen_helm.engine.attention_metadata import (
 from flexgen_helm.engine.kept_states import KeptStates
 from flexgen_helm.engine.logits_processors import LogitsProcessors
 from flexgen_helm.engine.loop_attention import LoopAttention, attends_in_a_loop
+from flexgen_helm.engine.passes import BatchState, Pass, charge, share_launch
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import greedy_tokens, log_normalizers, most_probable, sample_tokens
 from flexgen_helm.engine.segment_attention import SegmentAttention
@@ -43,20 +44,21 @@ from flexgen_helm.offload.activations import ActivationStore
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
+from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
+from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.request import DrawnToken, TopLogprobs
 from flexgen_helm.scheduling.sampling_params import SamplingParams
 from flexgen_helm.scheduling.sequence import Batch, PromptScores, Sequence
 from flexgen_helm.scheduling.stage_visits import StageVisit, WorkItem, stage_visits
-from flexgen_helm.tiers import UNLIMITED
 
 # Logits that exist at once, in elements: nothing of size tokens x vocabulary is ever materialized.
 _LOGIT_ELEMENTS = 1 << 24
 
 
 class Observer(Protocol):
-    """What is shown the tensors of a run; some twice, where memory ran out and a batch is computed
-    again.
+    """What is shown the tensors of a run. Where memory runs out, a batch is computed again, and so
+    shown again.
     """
 
     def on_hidden(self, stage: int, batch: Batch, hidden: Tensor) -> None:
@@ -113,6 +115,9 @@ class Prediction:
         return [index for request in self.sequence.requests for index in request.indices]
 
     def fill(self, token: int, logprob: float, top: TopLogprobs) -> None:
+        """Add what was predicted to the sequence's output; nothing behind a value that is not
+        finite.
+        """
         output = self.output
         if not math.isfinite(logprob):
             output.nonfinite_stage = output.nonfinite_stage or HEAD
@@ -190,86 +195,14 @@ class BatchOutput:
         """Fill the values into the outputs."""
         first, num_top = 0, self.num_top
         for item, output in zip(self.batch.scheduled, self.outputs):
-            bad = [layer for layer in self.values[first : first + item.count] if layer >= 0]
-            output.nonfinite_stage = layer_stage(int(min(bad))) if bad else None
+            nonfinite = [layer for layer in self.values[first : first + item.count] if layer >= 0]
+            output.nonfinite_stage = layer_stage(int(min(nonfinite))) if nonfinite else None
             first += item.count
         values = iter(self.values[first:])
         for prediction in self.predictions:
             token, logprob, *top = islice(values, 2 * (1 + num_top))
             ranked = zip(map(int, top[:num_top]), top[num_top:])
             prediction.fill(int(token), logprob, tuple(islice(ranked, prediction.num_top)))
-
-
-@dataclass(eq=False)
-class _BatchState:
-    """A batch on its way through the stages.
-
-    hidden: [T, H]; None while the activation store keeps it.
-    rotary: what `LayerDecoder.rotary` returned; None together with `hidden`, because those of many
-        batches would be large.
-    layers_checked: layers of the whole model, from the first one on, that `nonfinite_layer` covers.
-    sums: of the tokens' hidden states after each layer that `nonfinite_layer` does not cover yet,
-        [T] each.
-    nonfinite_layer: [T], the first layer after which a value was not finite; -1 while all are.
-    seconds: charged to the batch so far; launched_s: of its items since then.
-    """
-
-    attention: AttentionBackend
-    layers_checked: int
-    hidden: Tensor | None = None
-    rotary: Any = None
-    sums: list[Tensor] = field(default_factory=list)
-    nonfinite_layer: Tensor | None = None
-    seconds: float = 0.0
-    launched_s: float = 0.0
-
-    def check_finite(self) -> Tensor:
-        """Take the sums into `nonfinite_layer`, and return that."""
-        if self.sums:
-            bad = ~torch.isfinite(torch.stack(self.sums))
-            first = torch.where(bad.any(0), bad.byte().argmax(0) + self.layers_checked, -1)
-            before = self.nonfinite_layer
-            self.nonfinite_layer = (
-                first if before is None else torch.where(before < 0, first, before)
-            )
-            self.layers_checked += len(bad)
-            self.sums.clear()
-        assert self.nonfinite_layer is not None
-        return self.nonfinite_layer
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """A pass to compute.
-
-    items: its order (the paper's Algorithm 1 for the block schedules).
-    on_batch: called as soon as a batch has passed its last stage.
-    on_item: called with its batch before every item.
-    should_stop: whether to end, called before every item, and between experts.
-    another_follows: another pass is certain to follow, so its first weights may be prefetched.
-    states: of the batches that have begun and not passed the last stage, by number.
-    """
-
-    batches: abc.Sequence[Batch]
-    items: abc.Sequence[WorkItem]
-    on_batch: Callable[[BatchOutput], None]
-    on_item: Callable[[Batch], None]
-    should_stop: Callable[[], bool]
-    another_follows: bool = False
-    states: dict[int, _BatchState] = field(default_factory=dict)
-
-    @cached_property
-    def following(self) -> abc.Mapping[WorkItem, WorkItem]:
-        """Item -> the next one."""
-        return dict(zip(self.items, self.items[1:]))
-
-    def ends_layer(self, item: WorkItem) -> bool:
-        """Return whether all batches have passed the layer of an item that was computed, and none
-        the next one.
-        """
-        following = self.following.get(item)
-        is_last = following is not None and following.stage != item.stage > 0  # 0: the embedding
-        return is_last and len(self.states) == len(self.batches)
 
 
 @dataclass(frozen=True)
@@ -307,17 +240,32 @@ class Executor:
     def __init__(
         self,
         model: ModelStages,
-        cache: KVCache,
-        activations: ActivationStore,
-        expert_tokens: int = UNLIMITED,
+        plan: RunPlan,
+        cache_format: CacheFormat | None,
+        cpu_attention: bool,
         observer: Observer | None = None,
     ) -> None:
-        """expert_tokens: as of `RunPlan`."""
-        decoder = model.decoder
-        self.model, self.cache, self.activations = model, cache, activations
+        """Open the stores of a run.
+
+        cache_format: how older keys and values are quantized; None: not at all.
+        cpu_attention: where a device computes, the host attends to caches in its memory.
+        """
+        self.model, decoder, tiers = model, model.decoder, model.tiers
+        self.cache = KVCache(
+            decoder.config,
+            tiers,
+            decoder.dtype,
+            plan.cache,
+            room=plan.cache_room,
+            cpu_attention=cpu_attention and tiers.compute_tier == "gpu",
+            cache_format=cache_format,
+            one_layer=plan.schedule.is_single_pass,
+            names_tiers=model.pipeline.is_whole,
+        )
+        self.activations = ActivationStore(tiers, plan.activations)
         self._config, self._decoder, self._weights = decoder.config, decoder, model.weights
         self._device, self._pipeline = model.device, model.pipeline
-        self._observer, self.expert_tokens = observer, expert_tokens
+        self._observer, self.expert_tokens = observer, plan.expert_tokens
         self._kept: KeptStates | None = None
         self._stages = stage_names(self._config)
         self._hidden_bytes = self._config.state_size * decoder.dtype.itemsize  # of a token
@@ -327,7 +275,7 @@ class Executor:
             self._config,
             decoder.dtype.itemsize,
             "cpu" if is_host else "gpu",
-            cache.codec.cache_format,
+            cache_format,
             converts=model.weights.are_converted,
             has_fused_attention=has_fused_attention(
                 self._device, decoder.dtype, self._config.head_dim
@@ -335,8 +283,8 @@ class Executor:
             product_bytes=product_bytes(widest_matrix(self._config)) if is_host else 0,
         )
         self.peak_workspace_bytes = 0
-        # of batches that `collect` has not asked for
-        self.pending_heads: dict[Batch, BatchOutput] = {}
+        # outputs that this rank has computed, and `collect` has not returned
+        self._uncollected: dict[Batch, BatchOutput] = {}
         self._collected_at = time.perf_counter()
 
     def keep_states(self, fingerprint: str, on_keep: Callable[[], None]) -> None:
@@ -391,13 +339,13 @@ class Executor:
                 for step in steps:
                     began = time.perf_counter()
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
-                    head = self._compute(step, current)
-                    _share_launch(step, current, time.perf_counter() - began)
+                    output = self._compute(step, current)
+                    share_launch(step, current, time.perf_counter() - began)
                     if step[0].stage == self.num_stages - 1:
-                        charged_until = _charge(current.states.values(), charged_until)
+                        charged_until = charge(current.states.values(), charged_until)
                         for item in step:
                             self.activations.end_wait(item.batch)
-                            self._hand_on(item, current, head)
+                            self._hand_on(item, current, output)
                     elif self._kept and self._kept.is_due() and current.ends_layer(step[-1]):
                         self._keep(step[-1], current, self._kept)
         except BaseException:
@@ -445,33 +393,33 @@ class Executor:
         return current.should_stop()
 
     def collect(self, batch: Batch) -> BatchOutput:
-        """Wait for the outputs of a batch that `run` has taken through this rank; in the order of
+        """Wait for the output of a batch that `run` has taken through this rank; in the order of
         the batches.
 
-        Charged to it is the time since the last one was collected.
+        The seconds since the last one was collected are charged to it.
         """
-        head = self.pending_heads.pop(batch, None)
-        if head is None:
-            head = BatchOutput.of(batch)
-            head.values = self._pipeline.receive_values(head.num_values)
+        output = self._uncollected.pop(batch, None)
+        if output is None:  # the last rank computes it
+            output = BatchOutput.of(batch)
+            output.values = self._pipeline.receive_values(output.num_values)
         since, self._collected_at = self._collected_at, time.perf_counter()
-        return self._finish(head, self._collected_at - since)
+        return self._finish(output, self._collected_at - since)
 
-    def _hand_on(self, item: WorkItem, current: Pass, head: BatchOutput | None) -> None:
-        """Send the hidden states to the next rank, or the head's values to all others; end the
-        batch if none are.
+    def _hand_on(self, item: WorkItem, current: Pass, output: BatchOutput | None) -> None:
+        """Send a batch's hidden states to the next rank, or its output to all others; report the
+        output if there are no others.
         """
         batch, state = current.batches[item.batch], current.states.pop(item.batch)
-        if head is None:
+        if output is None:
             assert state.hidden is not None
             self._pipeline.send_hidden(checksum(batch), state.hidden, state.check_finite())
         elif self._pipeline.is_whole:
-            current.on_batch(self._finish(head, state.seconds))
+            current.on_batch(self._finish(output, state.seconds))
         else:
-            self._pipeline.send_values(head.values)
-            self.pending_heads[batch] = head
+            self._pipeline.send_values(output.values)
+            self._uncollected[batch] = output
 
-    def _begin(self, item: WorkItem, current: Pass) -> _BatchState:
+    def _begin(self, item: WorkItem, current: Pass) -> BatchState:
         """Return a batch's state with its hidden states on the compute device, and prefetch those
         of the next item.
         """
@@ -500,7 +448,7 @@ class Executor:
         return state
 
     def _prefetch(
-        self, item: WorkItem, following: WorkItem | None, states: dict[int, _BatchState]
+        self, item: WorkItem, following: WorkItem | None, states: dict[int, BatchState]
     ) -> None:
         """Begin to bring what the next item needs, hidden states and one layer of its caches."""
         if following is None or (state := states.get(following.batch)) is None:
@@ -522,50 +470,49 @@ class Executor:
             return self._head(current.batches[step[0].batch], self._begin(step[0], current))
         with self._weights.stage(name, is_repeated=len(step) > 1) as weights:
             if layer is None:
-                state = self._begin(step[0], current)
-                metadata = state.attention.metadata
-                self._end(
-                    step[0],
-                    current,
-                    self._decoder.embed(weights, metadata.token_ids, metadata.positions),
-                )
+                metadata = self._begin(step[0], current).attention.metadata
+                hidden = self._decoder.embed(weights, metadata.token_ids, metadata.positions)
+                self._end(step[0], current, hidden)
                 return None
-            left = deque(step)
-            while left:
-                batches = self._layer_batches(layer, left, current)
-                done = [*left]
+            remaining = deque(step)
+            while remaining:
+                items = [*remaining]
+                batches = self._layer_batches(layer, remaining, current)
                 with closing(self._decoder.layer(weights, layer, batches)) as outputs:
-                    for item, hidden in zip(done, outputs):
+                    for item, hidden in zip(items, outputs):  # as many as were begun
                         state = current.states[item.batch]
-                        # which meets every element
                         state.sums.append(hidden.sum(-1, dtype=torch.float32))
                         self._end(item, current, hidden)
         return None
 
     def _layer_batches(
-        self, layer: int, left: deque[WorkItem], current: Pass
+        self, layer: int, remaining: deque[WorkItem], current: Pass
     ) -> abc.Iterator[LayerBatch]:
-        """Take items from the left as long as there is room for their batches to wait for a layer's
-        experts.
+        """Begin items, and take them from `remaining`, as long as there is room for their batches
+        to wait for a layer's experts; the first one is begun in any case.
+
+        Room is `expert_tokens`, and bytes of the activation store. A waiting batch takes
+        `waiting_copies` of its hidden states, but for one batch, `unclaimed`: its copies are part
+        of the workspace, and only its hidden states are claimed while others wait.
         """
-        decoder, first, room = self._decoder, left[0], float(self.expert_tokens)
+        decoder, first, free_tokens = self._decoder, remaining[0], float(self.expert_tokens)
         copies = decoder.config.waiting_copies
-        # The longest is workspace, but is stored while others still wait.
-        spared = max(left, key=lambda item: current.batches[item.batch].num_tokens)
-        while left:
-            item, tokens = left[0], current.batches[left[0].batch].num_tokens
-            num_bytes, at_rest = tokens * self._hidden_bytes, tokens / copies
-            if item is not spared:  # it leaves its rest only within the layer
-                fits = tokens + at_rest <= room and self.activations.wait(
-                    item.batch, copies * num_bytes
+        unclaimed = max(remaining, key=lambda item: current.batches[item.batch].num_tokens)
+        while remaining:
+            item, tokens = remaining[0], current.batches[remaining[0].batch].num_tokens
+            hidden_bytes, hidden_tokens = tokens * self._hidden_bytes, tokens / copies
+            if item is not unclaimed:
+                # Beside its copies it has its hidden states, until the layer has read them.
+                fits = tokens + hidden_tokens <= free_tokens and self.activations.wait(
+                    item.batch, copies * hidden_bytes
                 )
                 if not fits and item is not first:
                     return
-                spared = spared if fits else item
-            room -= at_rest if item is spared else tokens
-            state = self._begin(left.popleft(), current)
-            if item is spared and (left or item is not first):
-                self.activations.wait(item.batch, num_bytes)
+                unclaimed = unclaimed if fits else item
+            free_tokens -= hidden_tokens if item is unclaimed else tokens
+            state = self._begin(remaining.popleft(), current)
+            if item is unclaimed and (remaining or item is not first):
+                self.activations.wait(item.batch, hidden_bytes)
             attend = LayerAttention(
                 state.attention, layer, decoder.config.window(layer), decoder.attention, self.cache
             )
@@ -573,8 +520,8 @@ class Executor:
             yield batch
 
     def _end(self, item: WorkItem, current: Pass, hidden: Tensor) -> None:
-        """Keep the hidden states behind a stage: where they are if the batch goes on, else with the
-        others.
+        """Keep the hidden states behind a stage: where they are if the same batch is next, else in
+        the activation store.
         """
         state = current.states[item.batch]
         state.hidden = hidden
@@ -585,7 +532,11 @@ class Executor:
         self.activations.end_wait(item.batch)
         following = current.following.get(item)
         if following is None or following.batch != item.batch:
-            self._store(item, state)  # store_activation(i, j, k), done in the background
+            # store_activation(i, j, k), done in the background
+            self.activations.store(item.batch, hidden)
+            state.hidden = state.rotary = None
+            if state.sums:  # those of many waiting batches would be large
+                state.check_finite()
 
     def _layer_of(self, stage: int) -> int | None:
         """Return the layer, counted from the first one here, that a stage is; None for embedding
@@ -593,15 +544,8 @@ class Executor:
         """
         return None if self._stages[stage] in (EMBED, HEAD) else stage - self._config.has_embedding
 
-    def _store(self, item: WorkItem, state: _BatchState) -> None:
-        assert state.hidden is not None
-        self.activations.store(item.batch, state.hidden)
-        state.hidden = state.rotary = None
-        if state.sums:  # those of many waiting batches would be large
-            state.check_finite()
-
     def _keep(self, last: WorkItem, current: Pass, kept: KeptStates) -> None:
-        """Store the hidden states of all batches behind the stage of the last item."""
+        """Store the hidden states of all batches behind the stage of the last item on the disk."""
 
         def states() -> abc.Iterator[tuple[Batch, Tensor, Tensor]]:
             for number, batch in enumerate(current.batches):
@@ -614,7 +558,8 @@ class Executor:
         num_tokens = sum(batch.num_tokens for batch in current.batches)
         kept.keep(last.stage, states(), num_tokens * (self._hidden_bytes + torch.int64.itemsize))
 
-    def _new_state(self, batch: Batch) -> _BatchState:
+    def _new_state(self, batch: Batch) -> BatchState:
+        """Lay a batch out, and choose what attends for it."""
         decoder, dtype = self._decoder, self._decoder.dtype
         metadata = build_attention_metadata(batch, self._device, self.cache)
         attention: AttentionBackend
@@ -632,27 +577,25 @@ class Executor:
                 metadata.largest_prefix,
             )
         )
-        return _BatchState(attention, self._config.layers_before)
+        return BatchState(attention, self._config.layers_before)
 
     def _note_workspace(self, num_bytes: int) -> None:
         self.peak_workspace_bytes = max(self.peak_workspace_bytes, num_bytes)
 
-    def _head(self, batch: Batch, state: _BatchState) -> BatchOutput:
-        head = BatchOutput.of(batch)
-        predictions = head.predictions
+    def _head(self, batch: Batch, state: BatchState) -> BatchOutput:
+        """Predict for a batch from its last hidden states, a slice of predictions after another."""
+        output = BatchOutput.of(batch)
         assert state.hidden is not None
         # On the device until the end, so that the host waits for it once.
-        results = [state.check_finite().double()]
-        # As many uses of the head as the prefetcher was told of, which counted positions, not
-        # predictions.
+        values = [state.check_finite().double()]
+        # The prefetcher was told that the head is used so often, before there were predictions.
         for number in range(self._num_head_uses(batch)):
+            first = number * self._head_positions
+            predictions = output.predictions[first : first + self._head_positions]
             with self._weights.stage(self._stages[-1]) as weights:
-                part = predictions[
-                    number * self._head_positions : (number + 1) * self._head_positions
-                ]
-                results.append(self._predict(weights, state.hidden, part, head.num_top))
-        head.values = torch.cat(results).tolist()
-        return head
+                values.append(self._predict(weights, state.hidden, predictions, output.num_top))
+        output.values = torch.cat(values).tolist()
+        return output
 
     def _num_head_uses(self, batch: Batch) -> int:
         """Return in how many slices of positions a batch passes the head."""
@@ -697,43 +640,25 @@ class Executor:
         return torch.cat([tokens[:, None].double(), *columns], 1).flatten()  # all become float64
 
     def _draw(self, logits: Tensor, sampling: list[SamplingParams]) -> Tensor:
+        """Draw a token from each row, by the model's generation settings and the requests'."""
         if self.model.processors is not None:
             logits, sampling = self.model.processors(logits, sampling)
         return sample_tokens(logits, sampling)
 
-    def _finish(self, head: BatchOutput, seconds: float) -> BatchOutput:
-        """Advance a batch's sequences by what was computed."""
-        head.fill()
-        head.seconds = seconds
-        for scheduled in head.batch.scheduled:  # last: after an out-of-memory all is computed again
-            scheduled.sequence.num_computed += scheduled.count
-        return head
-
-
-def _share_launch(step: list[WorkItem], current: Pass, seconds: float) -> None:
-    """Divide the seconds of launching a step among its batches, by their tokens."""
-    num_tokens = sum(current.batches[item.batch].num_tokens for item in step)
-    for item in step:
-        share = current.batches[item.batch].num_tokens / num_tokens
-        current.states[item.batch].launched_s += seconds * share
-
-
-def _charge(states: abc.Iterable[_BatchState], since: float) -> float:
-    """Charge the seconds since `since` to batches in proportion to their items; return the time
-    now.
-
-    A device computes behind the host, which has just waited for it.
-    """
-    states, now = list(states), time.perf_counter()
-    launched_s = sum(state.launched_s for state in states)
-    for state in states:
-        state.seconds += (now - since) * state.launched_s / launched_s
-        state.launched_s = 0.0
-    return now
+    @staticmethod
+    def _finish(output: BatchOutput, seconds: float) -> BatchOutput:
+        """Fill the output in, and advance the batch's sequences past what was computed."""
+        output.fill()
+        output.seconds = seconds
+        for item in output.batch.scheduled:  # last: after an out-of-memory all is computed again
+            item.sequence.num_computed += item.count
+        return output
 
 
 def checksum(batch: Batch) -> int:
     """Return a number that is the same on all ranks of a pipeline which compute the same tokens."""
-    fed = [(item.sequence.start, item.sequence.num_computed, item.count, item.sequence.tokens[-1])
-           for item in batch.scheduled]  # fmt: skip
-    return zlib.crc32(repr(fed).encode())
+    computed = [
+        (item.sequence.start, item.sequence.num_computed, item.count, item.sequence.tokens[-1])
+        for item in batch.scheduled
+    ]
+    return zlib.crc32(repr(computed).encode())

@@ -53,8 +53,8 @@ def engine_fingerprint(
     """
     code = (digest,) if (digest := checkpoint.config.values_digest) else ()
     generation = read_generation_settings(checkpoint.folder, options.generation_config)
-    more = *code, *_texts(generation)
-    return _digest(checkpoint.fingerprint, tokenizer, options, arithmetic, more)
+    further_texts = *code, *_generation_texts(generation)
+    return _digest(checkpoint.fingerprint, tokenizer, options, arithmetic, further_texts)
 
 
 def quick_engine_fingerprint(
@@ -66,12 +66,8 @@ def quick_engine_fingerprint(
     It does on a GPU, whose dtype is measured, on the ranks of a pipeline, and for the weights of
     which `quick_fingerprint` returns None.
     """
-    device = (
-        "cpu"
-        if options.device == "sim" or (options.device == "auto" and why_no_cuda())
-        else options.device
-    )
-    if device != "cpu" or options.weights == "dummy" or rank_of_process() is not None:
+    is_host = options.device in ("cpu", "sim") or (options.device == "auto" and why_no_cuda())
+    if not is_host or options.weights == "dummy" or rank_of_process() is not None:
         return None
     resolved = resolve(name_or_path, options.revision)
     path = fetch(resolved)
@@ -85,8 +81,8 @@ def quick_engine_fingerprint(
         weights,
         Tokenizer.from_path(path),
         options,
-        Arithmetic(device, "torch.float32"),
-        _texts(generation),
+        Arithmetic("cpu", "torch.float32"),
+        _generation_texts(generation),
     )
 
 
@@ -101,14 +97,16 @@ def what_decides_bits(options: EngineConfig) -> tuple[str, ...]:
     )
 
 
-def _texts(generation: GenerationSettings) -> tuple[str, ...]:
-    """Return what settings add to a digest, of which `config.json` is a part already; often
-    nothing.
+def _generation_texts(generation: GenerationSettings) -> tuple[str, ...]:
+    """Return what generation settings add to a digest; nothing where `config.json`, which is part
+    of the weights' fingerprint, has them all.
     """
-    ends = sorted(generation.eos_ids) if generation.path and generation.path.name != CONFIG else []
+    eos_ids = (
+        sorted(generation.eos_ids) if generation.path and generation.path.name != CONFIG else []
+    )
     return (
-        (json.dumps([generation.applied, ends], sort_keys=True),)
-        if generation.applied or ends
+        (json.dumps([generation.applied, eos_ids], sort_keys=True),)
+        if generation.applied or eos_ids
         else ()
     )
 
@@ -118,17 +116,20 @@ def _digest(
     tokenizer: Tokenizer | None,
     options: EngineConfig,
     arithmetic: Arithmetic,
-    more: tuple[str, ...],
+    further_texts: tuple[str, ...],
 ) -> str:
+    """Return the digest of a text that has the same form in all versions, so that responses that
+    were cached by an earlier one are found.
+    """
     vocabulary = None if tokenizer is None else tokenizer.fingerprint
     unverified = ("unverified",) if options.unverified else ()
     device_type, dtype, bits = arithmetic
     bits = what_decides_bits(options) if bits is None else bits
-    known = text_of(
+    text = text_of(
         (
             *(RESULTS_VERSION, weights, vocabulary, options.chosen_precision.label),
-            *(device_type, *more, *unverified, *bits),
+            *(device_type, *further_texts, *unverified, *bits),
         )
     )
-    # The dtype has no quotes.
-    return hashlib.sha256(f"{known[:-1]}, {dtype})".encode()).hexdigest()
+    # The dtype is the tuple's last item, and has no quotes: the first version hashed torch's own.
+    return hashlib.sha256(f"{text[:-1]}, {dtype})".encode()).hexdigest()

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +28,27 @@ from flexgen_helm.progress import Message, report
 from flexgen_helm.scheduling.sequence import Batch, ScheduledTokens
 from flexgen_helm.tiers import KEEP_STATES_EVERY_S
 
-# Share of a pass that may be spent on it.
+# Share of a pass that may be spent on storing its states.
 _MOST_TIME = 0.02
 # Bytes that say where the index begins, at the end of the file.
 _END_BYTES = 8
 
 
+class _Entry(NamedTuple):
+    """Where the file has a sequence: its hidden states, and then the layers after which a value was
+    not finite.
+
+    offset, num_bytes: of both together.
+    checksum: CRC-32 of these bytes.
+    """
+
+    offset: int
+    num_bytes: int
+    checksum: int
+
+
 class KeptStates:
-    """The file of an engine's hidden states.
+    """The file of an engine's hidden states: all sequences, an index, and where the index begins.
 
     num_read: sequences that went on from it.
     """
@@ -63,14 +76,12 @@ class KeptStates:
                 file.seek(-_END_BYTES, os.SEEK_END)
                 file.seek(int.from_bytes(file.read(_END_BYTES), "little"))
                 self._index = json.loads(file.read()[:-_END_BYTES])
-                for at, num_bytes, checksum in [
-                    self._index["sequences"][_key(item)] for item in items
-                ]:
-                    file.seek(at)
-                    if zlib.crc32(file.read(num_bytes)) != checksum:
+                for entry in [self._entry(item) for item in items]:
+                    file.seek(entry.offset)
+                    if zlib.crc32(file.read(entry.num_bytes)) != entry.checksum:
                         return 0
             return int(self._index["stage"]) + 1
-        # there is none, of other prompts, or a damaged one
+        # there is no file, or one of other prompts, or a damaged one
         except (OSError, ValueError, KeyError, TypeError):
             return 0
 
@@ -81,9 +92,9 @@ class KeptStates:
         parts = []
         with self.path.open("rb") as file:
             for item in batch.scheduled:
-                at, num_bytes, _ = self._index["sequences"][_key(item)]
-                file.seek(at)
-                data = torch.frombuffer(bytearray(file.read(num_bytes)), dtype=torch.uint8)
+                entry = self._entry(item)
+                file.seek(entry.offset)
+                data = torch.frombuffer(bytearray(file.read(entry.num_bytes)), dtype=torch.uint8)
                 hidden, nonfinite = data.split(
                     [item.count * width * dtype.itemsize, item.count * torch.int64.itemsize]
                 )
@@ -97,7 +108,11 @@ class KeptStates:
         hidden, nonfinite = map(torch.cat, zip(*parts))
         return hidden, nonfinite
 
+    def _entry(self, item: ScheduledTokens) -> _Entry:
+        return _Entry(*self._index["sequences"][_key(item)])
+
     def is_due(self) -> bool:
+        """Return whether enough time has passed since states were stored."""
         return time.perf_counter() - self._kept_at >= self._every_s
 
     def keep(
@@ -108,36 +123,36 @@ class KeptStates:
 
         total_bytes: of all states.
         """
-        began, partial = time.perf_counter(), self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        began = time.perf_counter()
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             if self._claim is None:
                 # the last file, and the one before it
                 self._claim = self._disk.claim("activations", 2 * total_bytes)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
+            with unfinished.open("wb") as file:
                 sequences = {}
                 for batch, hidden, nonfinite in states:
                     counts = [item.count for item in batch.scheduled]
                     parts = zip(hidden.cpu().split(counts), nonfinite.cpu().long().split(counts))
                     for item, (rows, layers) in zip(batch.scheduled, parts):
-                        data = [
+                        hidden_data, layers_data = (
                             x.contiguous().view(torch.uint8).numpy().data for x in (rows, layers)
-                        ]
-                        num_bytes = sum(part.nbytes for part in data)
-                        sequences[_key(item)] = (
-                            file.tell(),
-                            num_bytes,
-                            zlib.crc32(data[1], zlib.crc32(data[0])),
                         )
-                        file.writelines(data)
+                        sequences[_key(item)] = _Entry(
+                            file.tell(),
+                            hidden_data.nbytes + layers_data.nbytes,
+                            zlib.crc32(layers_data, zlib.crc32(hidden_data)),
+                        )
+                        file.writelines((hidden_data, layers_data))
                 end = file.tell()
                 file.write(json.dumps({"stage": stage, "sequences": sequences}).encode())
                 file.write(end.to_bytes(_END_BYTES, "little"))
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(self.path)
+            unfinished.replace(self.path)
         except (OSError, MemoryLimitError) as error:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             self._every_s = float("inf")
             report(Message(f"hidden states are not kept, so a stop costs the whole pass: {error}"))
             return
@@ -156,7 +171,9 @@ class KeptStates:
 
 def _key(item: ScheduledTokens) -> str:
     """Name a sequence by all tokens that it sees."""
-    seq = item.sequence
-    seen: Sequence[Any] = [[prefix.start, prefix.tokens] for prefix in seq.prefixes]
-    text = json.dumps([seen, seq.start, seq.num_computed, item.count, seq.tokens])
+    sequence = item.sequence
+    prefixes: Sequence[Any] = [[prefix.start, prefix.tokens] for prefix in sequence.prefixes]
+    text = json.dumps(
+        [prefixes, sequence.start, sequence.num_computed, item.count, sequence.tokens]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -74,15 +74,16 @@ class LogitsProcessors:
         """Return new logits [R, V], and how to draw from each row; a row does not depend on the
         others.
         """
-        rows, left = [], []
+        rows, remaining = [], []
         for row, params in zip(logits.split(1), sampling):
             if params.forced is None:
                 row, params = self._process(row, params)
             rows.append(row)
-            left.append(params)
-        return torch.cat(rows), left
+            remaining.append(params)
+        return torch.cat(rows), remaining
 
     def _process(self, row: Tensor, params: SamplingParams) -> tuple[Tensor, SamplingParams]:
+        """Return the row [1, V] behind all processors, and what of sampling they have not done."""
         config, warps = self._config, self._warps and params.temperature > 0.0
         config.do_sample = warps
         if warps:

@@ -112,73 +112,81 @@ class LoopAttention(AttentionBackend):
             step.read_last.extend(block for block in blocks if block is not None)
             seen |= blocks
 
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+    def attend(self, context: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        state, cache, options = AttentionState.empty(q), at.cache, at.score_options
-        # a prefix is read in the batch that computes it
-        older = [seen for _, seen in store_prompts(self.metadata, at, k, v)]
+        state, cache, options = AttentionState.empty(q), context.cache, context.score_options
+        # All are stored before the first step: a prefix is read in the batch that computes it, too.
+        older = [older for _, older in store_prompts(self.metadata, context, k, v)]
         for step in self._steps:
             tokens = step.tokens
             if (new := step.stores) is not None:
-                cache.append(new.block, at.layer, new.target, k[new.tokens], v[new.tokens])
-            operands = [source.read(at, (k, v), older) for source in step.table.sources]
+                cache.append(new.block, context.layer, new.target, k[new.tokens], v[new.tokens])
+            operands = [source.read(context, (k, v), older) for source in step.table.sources]
             part = AttentionState(*(x[tokens] for x in state))
             attend_segments(q[tokens], step.table.with_addresses(operands), options, part)
             for block in step.read_last:
-                cache.done(block, at.layer)
+                cache.done(block, context.layer)
         return state.out, state.lse
 
 
-_NEW = KeySource(lambda _, new, __: _by_head(*new))
+# The keys and values of the batch's own tokens.
+_NEW_TOKENS = KeySource(lambda _, new, __: _by_head(*new))
 
 
-def _prefix(prefix: Sequence, part: PrefixPart) -> KeySource:
+def _prefix_source(prefix: Sequence, part: PrefixPart) -> KeySource:
+    """Return a part of a shared prefix's cache."""
     block, slot = prefix.seat
 
-    def read(at: LayerAttention, *_: Any) -> KeysValues:
-        k, v = at.cache.read_prefix(block, slot, at.layer, part)
+    def read(context: LayerAttention, *_: Any) -> KeysValues:
+        k, v = context.cache.read_prefix(block, slot, context.layer, part)
         return k[None], v[None]
 
     return KeySource(read, block)
 
 
-def _cached(block: CacheBlock, part: DecodePart) -> KeySource:
-    return KeySource(lambda at, *_: at.cache.read(block, at.layer, part), block)
+def _block_source(block: CacheBlock, part: DecodePart) -> KeySource:
+    """Return a part of the caches of a block's sequences."""
+    return KeySource(lambda context, *_: context.cache.read(block, context.layer, part), block)
 
 
 def _by_head(k: Tensor, v: Tensor) -> KeysValues:
-    """Keys and values of tokens [T, Hk, D] -> [1, Hk, T, D]."""
+    """Lay keys and values of tokens [T, Hk, D] out as those of one slot, [1, Hk, T, D]."""
     return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 def _plain_steps(metadata: AttentionMetadata, codec: Codec) -> Iterator[Step]:
-    positions, shared = metadata.positions.on_host.tolist(), {}
-    for prefix in (at.prefix for at in metadata.prefixes):
+    """Yield the steps over plain caches, as the first table at the top of this file has them."""
+    positions, segments = metadata.positions.on_host.tolist(), {}
+    for prefix in (shared_prefix.prefix for shared_prefix in metadata.prefixes):
         (part,) = prefix_parts(prefix.start, prefix.prompt_len, [0], codec)
-        shared[prefix] = Segment(_prefix(prefix, part), prefix.start, prefix.prompt_len)
+        segments[prefix] = Segment(_prefix_source(prefix, part), prefix.start, prefix.prompt_len)
 
-    def before(sequence: Sequence) -> list[Segment]:
-        return [shared[prefix] for prefix in sequence.prefixes]
+    def prefix_segments(sequence: Sequence) -> list[Segment]:
+        return [segments[prefix] for prefix in sequence.prefixes]
 
     groups = []
     for prompt in metadata.prompts:
         first, size = prompt.tokens.start, prompt.tokens.stop - prompt.tokens.start
-        new = Segment(_NEW, positions[first], size, first=first)
-        groups.append(TokenGroup(first, size, [*before(prompt.sequence), new]))
+        new = Segment(_NEW_TOKENS, positions[first], size, first=first)
+        groups.append(TokenGroup(first, size, [*prefix_segments(prompt.sequence), new]))
     for decoding in metadata.decodes:
         first = decoding.tokens.start
         for _, alike in groupby(decoding.block.sequences, lambda sequence: sequence.prefixes):
             sequence, *more = alike
             if end := _whole_blocks(sequence):
-                groups.append(TokenGroup(first, 1 + len(more), before(sequence), end=end))
+                groups.append(TokenGroup(first, 1 + len(more), prefix_segments(sequence), end=end))
             first += 1 + len(more)
     if groups:
         yield Step(slice(None), SegmentTable.of(groups, positions))
     for decoding in metadata.decodes:
-        source, groups = _cached(decoding.block, whole_part(decoding.block)), []
-        for row, seq in enumerate(decoding.block.sequences):
-            cached = Segment(source, seq.start, seq.num_computed + 1, row)
-            groups.append(TokenGroup(row, 1, [*before(seq), cached], begin=_whole_blocks(seq)))
+        source, groups = _block_source(decoding.block, whole_part(decoding.block)), []
+        for row, sequence in enumerate(decoding.block.sequences):
+            cached = Segment(source, sequence.start, sequence.num_computed + 1, row)
+            groups.append(
+                TokenGroup(
+                    row, 1, [*prefix_segments(sequence), cached], begin=_whole_blocks(sequence)
+                )
+            )
         table = SegmentTable.of(groups, positions[decoding.tokens])
         yield Step(decoding.tokens, table, decoding)
 
@@ -189,6 +197,7 @@ def _whole_blocks(sequence: Sequence) -> int:
 
 
 def _packed_steps(metadata: AttentionMetadata, codec: Codec) -> Iterator[Step]:
+    """Yield the steps over quantized caches, as the second table has them."""
     positions, fmt = metadata.positions.on_host.tolist(), codec.cache_format
     assert fmt is not None
     for shared in metadata.prefixes:
@@ -201,10 +210,10 @@ def _packed_steps(metadata: AttentionMetadata, codec: Codec) -> Iterator[Step]:
     for decoding in metadata.decodes:
         queries = Queries(decoding.positions, 0, torch.float32)
         window, *stored = decode_parts(decoding.block, queries, (), codec)
-        for number, rest in enumerate(stored or [window]):
-            first, rows = decoding.tokens.start, rest.sequences
+        for number, decode_part in enumerate(stored or [window]):
+            first, rows = decoding.tokens.start, decode_part.sequences
             tokens = slice(first + rows.start, first + rows.stop)
-            groups = _block_groups(decoding.block, window, rest, codec)
+            groups = _block_groups(decoding.block, window, decode_part, codec)
             table = SegmentTable.of(groups, positions[tokens])
             yield Step(tokens, table, None if number else decoding)
 
@@ -212,14 +221,14 @@ def _packed_steps(metadata: AttentionMetadata, codec: Codec) -> Iterator[Step]:
 def _prefix_groups(
     shared: SharedPrefix, part: PrefixPart, positions: SequenceOf[int]
 ) -> Iterator[TokenGroup]:
-    """Runs of tokens that see as much of a part of a prefix."""
+    """Yield neighbouring tokens that see equally much of a part of a prefix."""
     prefix, fmt, tokens = shared.prefix, part.borders, shared.tokens.numbers
     first, end = prefix.start + part.first, prefix.start + part.last
-    segment = Segment(_prefix(prefix, part), first, end - first)
+    segment = Segment(_prefix_source(prefix, part), first, end - first)
     borders = [end if fmt is None else fmt.num_quantized(positions[token]) for token in tokens]
-    for (_, border), run in groupby(
-        zip(tokens, borders, count()), lambda at: (at[0] - at[2], at[1])
-    ):
+    # Neighbours have the same difference of their number in the batch and that among these tokens.
+    runs = groupby(zip(tokens, borders, count()), lambda item: (item[0] - item[2], item[1]))
+    for (_, border), run in runs:
         begin, until = (first, min(end, border)) if part.stored else (max(first, border), end)
         if begin < until:
             seeing = [token for token, *_ in run]
@@ -227,7 +236,7 @@ def _prefix_groups(
 
 
 def _prompt_groups(metadata: AttentionMetadata, fmt: CacheFormat) -> Iterator[TokenGroup]:
-    """Runs of a prompt's tokens with one border."""
+    """Yield neighbouring tokens of a prompt that see equally many older tokens quantized."""
     for number, prompt in enumerate(metadata.prompts):
         first, start = prompt.tokens.start, prompt.sequence.start
         older = KeySource(lambda _, __, older, number=number: _by_head(*older[number]))  # type: ignore[misc]
@@ -235,25 +244,27 @@ def _prompt_groups(metadata: AttentionMetadata, fmt: CacheFormat) -> Iterator[To
             queries = [*run]
             size = queries[-1] + 1 - border
             segments = [Segment(older, start, border)] if border else []
-            segments.append(Segment(_NEW, start + border, size, first=first + border))
+            segments.append(Segment(_NEW_TOKENS, start + border, size, first=first + border))
             yield TokenGroup(first + queries[0], len(queries), segments, begin=start)
 
 
 def _block_groups(
     block: CacheBlock, window: DecodePart, part: DecodePart, codec: Codec
 ) -> Iterator[TokenGroup]:
-    """Some sequences of a block over their caches.
+    """Yield some sequences of a block, each with what it sees of its cache.
 
-    window: the residual window.
-    part: what is stored of them; the window again where nothing is.
+    window: the residual window, the newest tokens in full precision.
+    part: the older tokens, quantized, and which sequences; the window again where nothing is
+        quantized.
     """
-    newest, older, ring = _cached(block, window), _cached(block, part), codec.window_tokens
-    for row, seq in enumerate(block.sequences[part.sequences]):
-        at, end = codec.num_stored(seq.num_computed), seq.num_computed + 1
-        segments = [Segment(older, seq.start, at, row)] if at else []
-        while at < end:  # the window is a ring: token p lies at p mod its length
-            size = min(end - at, ring - at % ring)
+    newest, older = _block_source(block, window), _block_source(block, part)
+    ring = codec.window_tokens
+    for row, sequence in enumerate(block.sequences[part.sequences]):
+        token, end = codec.num_stored(sequence.num_computed), sequence.num_computed + 1
+        segments = [Segment(older, sequence.start, token, row)] if token else []
+        while token < end:  # the window is a ring: token p lies at p mod its length
+            size = min(end - token, ring - token % ring)
             slot = part.sequences.start + row
-            segments.append(Segment(newest, seq.start + at, size, slot, at % ring))
-            at += size
-        yield TokenGroup(row, 1, segments, begin=seq.start)
+            segments.append(Segment(newest, sequence.start + token, size, slot, token % ring))
+            token += size
+        yield TokenGroup(row, 1, segments, begin=sequence.start)

@@ -44,7 +44,10 @@ _WATCHED_S = 0.5
 
 @dataclass(frozen=True)
 class SavedProfile:
-    """busy_share: share of the processors' time that other programs took meanwhile."""
+    """A profile, and what disturbed its measuring.
+
+    busy_share: share of the processors' time that other programs took meanwhile.
+    """
 
     profile: HardwareProfile
     busy_share: float
@@ -85,12 +88,14 @@ def _usable(folder: Path) -> HardwareProfile | None:
 
 
 def measure(folder: Path) -> HardwareProfile:
+    """Measure everything; `folder` is on the disk that is measured."""
     from flexgen_helm.engine import profiler  # imports torch
 
     return profiler.measure(folder)
 
 
 def _measured_now(folder: Path) -> HardwareProfile:
+    """Measure and save this machine's profile, with a mark if the machine is busy."""
     require_writable(folder, "the offload directory", "name another folder with --offload-dir")
     report(ProgressPhase("measure", "takes half a minute; close programs that compute"))
     before = busy_share()
@@ -157,7 +162,7 @@ def machine_identity(folder: Path) -> dict[str, Any]:
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory_bytes": psutil.virtual_memory().total,
         "device": os.stat(existing_folder(folder)).st_dev,
-        "gpu": [line for gpu in _gpus() for line in gpu],
+        "gpu": _gpu_lines(),
         "torch": version("torch"),
     }
 
@@ -167,14 +172,15 @@ def _path() -> Path:
     models.
     """
     rank = rank_of_process()
-    models = {line for gpu in _gpus() for line in gpu if line.startswith("Model:")}
+    models = {line for line in _gpu_lines() if line.startswith("Model:")}
     number = rank.local_number if rank is not None and len(models) > 1 else 0
     return state_dir() / (f"profile-gpu{number}.json" if number else "profile.json")
 
 
-def _gpus() -> list[list[str]]:
-    """Return what the driver says of each GPU, line by line."""
-    return [_lines(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+def _gpu_lines() -> list[str]:
+    """Return the lines in which the driver describes all GPUs."""
+    paths = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [line for path in paths for line in _lines(path)]
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -184,16 +190,14 @@ def _lines(path: str | Path) -> list[str]:
         return []
 
 
-# The machine's profile as one engine has it: with its own tiers, and with a gpu that it simulates.
-# No torch.
-
 # Names another profile than this machine's measured one: a shipped machine, or a file that
 # `profile -o` wrote.
 HARDWARE_VARIABLE = "FLEXGEN_HELM_HARDWARE"
 
 
 class EngineProfile:
-    """Where the planner of one engine has the machine's rates from.
+    """The machine's profile as one engine has it: with its own tiers, and with a gpu that it
+    simulates. Its planner takes the machine's rates from here.
 
     name: of the profile that takes the place of the measured one; None if there is none.
     """
@@ -219,6 +223,7 @@ class EngineProfile:
 
     @property
     def pins_host_memory(self) -> bool:
+        """Whether the driver has pinned all memory that it was asked for so far."""
         return self._link is None or self._link.pins
 
     def profile(self, measure: bool) -> HardwareProfile | None:
@@ -241,11 +246,12 @@ class EngineProfile:
         return self._known
 
     def _adapted(self, profile: HardwareProfile) -> HardwareProfile:
+        """Return a profile with the engine's device and rates, and room for its limits."""
         options = self._options
-        found = "cpu" if self._link is None else "cuda"
+        device_type = "cpu" if self._link is None else "cuda"
         profile = profile_for_device(
             profile,
-            "sim" if options.device == "sim" else found,
+            "sim" if options.device == "sim" else device_type,
             options.link_gb_s,
             options.disk_gb_s,
             f"run `flexgen-helm profile`, or name another with {HARDWARE_VARIABLE}",

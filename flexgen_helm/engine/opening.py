@@ -1,15 +1,11 @@
-"""Open a model: its files, its tokenizer, the device that will compute, and the tiers that its
-weights will rest on. No weights are read.
-"""
+"""Open a model: its files, its tokenizer, and the device that will compute. No weights are read."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -17,42 +13,25 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.concurrency import require_linux, stop_point
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import (
     compute_device,
-    gpu_capacity,
+    dtype_name,
     open_device,
     read_as_float16_if_faster,
-    require_room,
-    tier_capacities,
 )
 from flexgen_helm.engine.fingerprint import Arithmetic, engine_fingerprint
 from flexgen_helm.engine.logits_processors import LogitsProcessors
-from flexgen_helm.engine.machine_profile import EngineProfile
-from flexgen_helm.engine.pipeline import divide_layers
 from flexgen_helm.errors import Float16Error, UsageError
-from flexgen_helm.files import require_writable
 from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
-from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine
-from flexgen_helm.offload.matrices import WeightsAtRest
-from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
-from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.machine import Machine
-from flexgen_helm.planner.planner import Planner
-from flexgen_helm.planner.policy import Choices
-from flexgen_helm.planner.storage_sizes import StorageSizes
-from flexgen_helm.planner.weight_placement import Placement
-from flexgen_helm.planner.workspace import Workspace
+from flexgen_helm.models.transformers_backend.decoder import LayerDecoder, decoder_of
+from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
-from flexgen_helm.tiers import TIERS, Tier
+from flexgen_helm.tiers import Tier
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from flexgen_helm.units import size
@@ -63,6 +42,7 @@ class OpenedModel:
     """A model whose weights can be loaded.
 
     name: what the user calls it.
+    tokenizer: None where the folder has no tokenizer files.
     chat: how prompts and messages are rendered; None without a tokenizer.
     link: copies to and from the device; None where the host computes.
     why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU
@@ -91,6 +71,10 @@ class OpenedModel:
         """Tokens that end a completion."""
         return self.tokenizer.eos_ids if self.tokenizer else self.generation.eos_ids
 
+    def decoder_of(self, part: ModelConfig) -> LayerDecoder:
+        """Return what computes the layers of a part of the model."""
+        return decoder_of(part, self.device, self.dtype)
+
     def logits_processors(self) -> LogitsProcessors | None:
         """Return what applies the generation settings; None where the folder has none."""
         if not self.generation.applied:
@@ -100,6 +84,7 @@ class OpenedModel:
 
     @cached_property
     def published(self) -> PublishedFormats:
+        """The formats of matrices that the checkpoint has in fewer than 16 bits."""
         return PublishedFormats(self.checkpoint.formats, self.checkpoint.rows_are_gathered)
 
     @property
@@ -118,7 +103,7 @@ class OpenedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The digest of all that a result depends on besides the request."""
+        """The digest of all that a result depends on besides the request (`engine.fingerprint`)."""
         arithmetic = Arithmetic(self.device.type, str(self.dtype))
         return engine_fingerprint(self.checkpoint, self.tokenizer, self.options, arithmetic)
 
@@ -189,12 +174,12 @@ def fingerprint_elsewhere(
 
     bits: what decides them there (`what_decides_bits`).
     """
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         return None
     checkpoint, tokenizer = open_files(resolve(name_or_path, options.revision), options)
     device_type = "cpu" if device == "sim" else device.partition(":")[0]
-    arithmetic = Arithmetic(device_type, str(kind), tuple(bits))
+    arithmetic = Arithmetic(device_type, str(torch_dtype), tuple(bits))
     return engine_fingerprint(checkpoint, tokenizer, options, arithmetic)
 
 
@@ -212,128 +197,37 @@ def open_files(
     return checkpoint, tokenizer
 
 
-# The tiers of an opened model.
-
-
-@dataclass(frozen=True)
-class PlacedModel:
-    """Where the weights of a model will rest.
-
-    part: the layers of this rank.
-    """
-
-    planner: Planner
-    part: ModelConfig
-    placement: Placement
-    tiers: TransferManager
-
-
-def place_model(model: OpenedModel, rank: Rank) -> PlacedModel:
-    """Place the weights of a rank on tiers within the limits.
-
-    Raises `MemoryLimitError` with the missing bytes, and `UsageError` for an offload folder that
-    cannot be written.
-    """
-    options, config, device = model.options, model.checkpoint.config, model.device
-    folder = offload_folder(options)
-    at_rest = WeightsAtRest(model.checkpoint, model.precision, folder)
-    capacities = tier_capacities(options.limits, folder, rank.local_size)
-    if device.type == "cuda":
-        converts = model.precision.packs or model.dtype != model.checkpoint.storage_dtype
-        workspace = Workspace(
-            config, model.dtype.itemsize, "gpu", model.precision.cache, converts=converts
-        )
-        capacities["gpu"] = gpu_capacity(options.limits.gpu, device, workspace)
-
-    def with_weights(sizes: Mapping[str, int]) -> dict[Tier, int]:
-        """Add the room on the disk that these matrices have already."""
-        written = at_rest.num_bytes(sizes, options.limits.disk is None)
-        return {**capacities, "disk": capacities["disk"] + written}
-
-    matrices = StorageSizes(config, model.precision).matrices
-    if rank.size == 1:
-        beyond_memory = sum(matrices.values()) - capacities["gpu"] - capacities["cpu"]
-        require_room(folder, beyond_memory - at_rest.num_bytes(matrices, True))
-    planner = _planner(model, with_weights(matrices), folder)
-    counts = None if rank.size == 1 else options.pipeline_layers
-    part = config.part(divide_layers(config, rank.size, counts)[rank.number])
-    planner.take_layers(part)
-    placement = planner.place(model.name)
-    # for the other tiers nothing changes
-    limits = with_weights(placement.bytes_on("disk"))
-    ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
-    disk = None if options.disk_gb_s is None else DiskRates(*map(RateLimit, options.disk_gb_s))
-    tiers = TransferManager(
-        device, model.compute_tier, ledgers, model.link, folder, options.overlap, disk
-    )
-    if isinstance(model.link, CudaCopyEngine):
-        model.link.limit(math.inf if options.limits.gpu is None else options.limits.gpu)
-    return PlacedModel(planner, part, placement, tiers)
-
-
-def _planner(model: OpenedModel, capacities: Mapping[Tier, int], folder: Path) -> Planner:
-    """Return the planner of the whole model on this machine; capacities: bytes of each tier."""
-    options, storage_dtype = model.options, model.checkpoint.storage_dtype
-    machine = Machine(
-        capacities,
-        model.compute_tier,
-        _name(model.dtype),
-        options.overlap,
-        options.cpu_attention,
-        _name(storage_dtype)
-        if model.compute_tier == "cpu" and multiplies_as_stored(storage_dtype)
-        else None,
-    )
-    return Planner(
-        model.checkpoint.config,
-        model.precision,
-        machine,
-        Choices(options.fixed_policy, options.fixed_schedule, options.max_latency),
-        EngineProfile(capacities, folder, options, model.link),
-    )
-
-
-def offload_folder(options: EngineConfig) -> Path:
-    """Return the folder of the disk tier. Raises `UsageError` for one that was named and cannot be
-    written.
-    """
-    if options.offload_dir is None:
-        return state_dir() / "offload"
-    folder = GIVEN_FOLDERS["--offload-dir"] = Path(options.offload_dir)
-    require_writable(folder, "offload_dir")
-    return folder
-
-
 def report_rounding(model: OpenedModel) -> None:
     """Say what the engine makes of weights that are not published in 16 bits, once they are
     loaded.
     """
-    checkpoint, said = model.checkpoint, []
+    checkpoint = model.checkpoint
     if model.precision.weights is not None:
         if checkpoint.formats:
-            said.append(
-                f"weights of {model.name} are quantized; {model.precision.name} rounds them again, "
-                "fp16 does not"
+            report(
+                Message(
+                    f"weights of {model.name} are quantized; {model.precision.name} rounds them "
+                    "again, fp16 does not"
+                )
             )
-    else:
-        if checkpoint.rounded:
-            shares = (f"{share:.0%} in {dtype}" for dtype, share in checkpoint.rounded.items())
-            said.append(
-                f"matrices of {model.name} are rounded to {_name(checkpoint.storage_dtype)}: "
-                f"{', '.join(shares)}; transformers in float32 keeps them"
+        return
+    if checkpoint.rounded:
+        shares = (f"{share:.0%} in {dtype}" for dtype, share in checkpoint.rounded.items())
+        rounded_to = dtype_name(checkpoint.storage_dtype)
+        report(
+            Message(
+                f"matrices of {model.name} are rounded to {rounded_to}: {', '.join(shares)}; "
+                "transformers in float32 keeps them"
             )
-        if checkpoint.expanded:
-            costs = (
-                f"{size(now)} of {kind} take {size(more)}"
-                for kind, (now, more) in checkpoint.expanded.items()
-            )
-            said.append(
+        )
+    if checkpoint.expanded:
+        costs = (
+            f"{size(published)} of {kind} take {size(in_16_bits)}"
+            for kind, (published, in_16_bits) in checkpoint.expanded.items()
+        )
+        report(
+            Message(
                 f"matrices of {model.name} do not rest as published, but in 16 bits: "
                 f"{', '.join(costs)}"
             )
-    for text in said:
-        report(Message(text))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        )

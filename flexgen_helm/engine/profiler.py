@@ -86,30 +86,34 @@ def measure(folder: Path) -> HardwareProfile:
     # as an engine does: otherwise every product writes to memory that was never touched
     keep_freed_memory()
     with torch.no_grad():
-        cpu = _processor(torch.device("cpu"), memory.available, ("float32",))
+        cpu = _measure_processor(torch.device("cpu"), memory.available, ("float32",))
         gpu = link = None
         if torch.cuda.is_available():
             device = torch.device("cuda")
             free, _ = torch.cuda.mem_get_info(device)
-            gpu = _processor(device, free, ("float16", "bfloat16", "float32"))
-            link = _link(device)
+            gpu = _measure_processor(device, free, ("float16", "bfloat16", "float32"))
+            link = _measure_link(device)
         folder.mkdir(parents=True, exist_ok=True)
-        disk, overlap = _disk(folder, torch.device("cuda" if gpu else "cpu"))
+        disk, overlap = _measure_disk(folder, torch.device("cuda" if gpu else "cpu"))
     return_freed_memory()
     return HardwareProfile(
         "measured", cpu, disk, gpu, link, overlap, sources={"everything": PROFILED}
     )
 
 
-def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -> Processor:
+def _measure_processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -> Processor:
+    """Measure the rates of the host's processor, or of a GPU.
 
+    memory_bytes: that it has free, which is not measured.
+    dtypes: of the products that are measured.
+    """
     reads_16_bits = device.type == "cpu" and multiplies_as_stored(torch.float16)
     kind: torch.dtype = torch.float32 if device.type == "cpu" else torch.float16
     attention, reading = _attention_rates(device, kind)
     source = torch.zeros(_UNCACHED_BYTES, device=device, dtype=torch.uint8)
     target = torch.zeros_like(source)
     copying = 2.0 * _UNCACHED_BYTES / _best([partial(target.copy_, source)], 3, device)
-    step_s, layer_bytes_s = _layer(device, kind)
+    step_s, layer_bytes_s = _layer_rates(device, kind)
     unpacking, packing = _packing_rates(device, kind)
     return Processor(
         memory_bytes=memory_bytes,
@@ -128,7 +132,9 @@ def _processor(device: torch.device, memory_bytes: int, dtypes: Sequence[str]) -
 
 
 class _LayerWeights(StageWeights):
-    """Matrices of its own; or what products left behind, which is there already."""
+    """Weights of a measured layer: with matrices that multiply, or without, so that products are
+    ready at once and the rest of the layer is what takes time.
+    """
 
     repeatable = True
 
@@ -208,7 +214,7 @@ class _MeasuredLayer:
         return q
 
 
-def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
+def _layer_rates(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     """Return the seconds of a layer besides its products, and the bytes a second that a long batch
     moves there.
 
@@ -219,14 +225,14 @@ def _layer(device: torch.device, kind: torch.dtype) -> tuple[float, float]:
     """
     layer = _MeasuredLayer(device, kind)
     matrix_bytes = sum(2 * math.prod(shape) for shape in layer.sizes.values())
-    several = [
+    layers = [
         _LayerWeights(layer, 1, multiplies=True)
         for _ in range(max(1, _UNCACHED_BYTES // matrix_bytes))
     ]
-    step_s = _best([partial(layer.take, weights, 1) for weights in several], 5, device)
+    step_s = _best([partial(layer.take, weights, 1) for weights in layers], 5, device)
     if device.type == "cuda":
         return step_s, math.inf
-    step_s = max(1e-6, step_s - _best([partial(layer.multiply, weights) for weights in several], 5))
+    step_s = max(1e-6, step_s - _best([partial(layer.multiply, weights) for weights in layers], 5))
     prompt = _LayerWeights(layer, _LAYER_TOKENS, multiplies=False)
     long_s = _best([partial(layer.take, prompt, _LAYER_TOKENS)], 10)
     moved = 4.0 * between_elements(layer.config) * _LAYER_TOKENS
@@ -279,7 +285,6 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """Return a call of the attention that the engine takes for a prompt; q [T, Hq, D], k and v [T,
     Hk, D].
     """
-
     scale, tokens = q.shape[-1] ** -0.5, len(q)
     if q.dtype != torch.float32 or not can_attend_caches(q.device, q.dtype):
         return partial(attend_causal, q, (k, v), AttentionConfig(scale))
@@ -292,7 +297,6 @@ def cache_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     """Return a call of the attention of decoding tokens over whole caches; q [B, Hq, D], k and v
     [B, Hk, S, D].
     """
-
     scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
     if can_attend_caches(k.device, k.dtype):
         groups = [TokenGroup(row, 1, [Segment(0, 0, last + 1, row)]) for row in range(len(q))]
@@ -332,7 +336,8 @@ def _packing_rates(device: torch.device, kind: torch.dtype) -> tuple[float, floa
     return unpacking, 2 * k.numel() / _best([partial(codec.encode, k, v)], 3, device)
 
 
-def _link(device: torch.device) -> Link:
+def _measure_link(device: torch.device) -> Link:
+    """Measure the copies between a GPU and the host's memory, pinned and pageable."""
     on_gpu = [torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     pinned = [torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pageable = torch.zeros(_LINK_BYTES, dtype=torch.uint8)
@@ -363,7 +368,7 @@ def _link(device: torch.device) -> Link:
     )
 
 
-def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
+def _measure_disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     """Measure the disk past the page cache, and the share of reads that overlaps with computing."""
     free = shutil.disk_usage(folder).free
     size = min(_FILE_BYTES, free // 4 // _CHUNK_BYTES * _CHUNK_BYTES)
@@ -379,7 +384,7 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
         try:
             with ThreadPoolExecutor(2 * _TRANSFERS) as threads:
                 fill, read, write = (
-                    partial(_side_by_side, threads, transfer, size, some)
+                    partial(_transfer_file, threads, transfer, size, some)
                     for transfer, some in (
                         (files[0].write, buffers[:_TRANSFERS]),
                         (files[0].read, buffers[:_TRANSFERS]),
@@ -388,7 +393,7 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
                 )
                 fill()
                 writing, reading = _best([write], 2), _best([read], 3)
-                both = _best([lambda: _together(write, read)], 2)
+                both = _best([lambda: _run_together(write, read)], 2)
                 access = _best([partial(files[0].read, 0, buffers[0][:4096])], 20)
                 overlap = _hidden_share(read, reading, device)
         finally:
@@ -398,7 +403,7 @@ def _disk(folder: Path, device: torch.device) -> tuple[Disk, float]:
     return Disk(free, size / reading, size / writing, duplex, access), overlap
 
 
-def _side_by_side(
+def _transfer_file(
     threads: ThreadPoolExecutor,
     transfer: Callable[[int, Tensor], None],
     size: int,
@@ -428,14 +433,14 @@ def _hidden_share(read: Callable[[], None], reading: float, device: torch.device
 
     times = max(1, round(reading / (_best([partial(compute, 4)], 3) / 4)))
     computing = _best([partial(compute, times)], 2)
-    joined = _best([lambda: _together(partial(compute, times), read)], 2)
+    joined = _best([lambda: _run_together(partial(compute, times), read)], 2)
     return min(1.0, max(0.0, (computing + reading - joined) / min(computing, reading)))
 
 
-def _together(one: Callable[[], None], two: Callable[[], None]) -> None:
-    thread = threading.Thread(target=two)
+def _run_together(here: Callable[[], None], in_thread: Callable[[], None]) -> None:
+    thread = threading.Thread(target=in_thread)
     thread.start()
-    one()
+    here()
     thread.join()
 
 

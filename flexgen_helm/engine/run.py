@@ -1,4 +1,6 @@
-"""Runs of the engine: passes over sequences until every request has its result."""
+"""One call of `Engine.run`: the passes over its sequences until every request has its result, and
+who is told of results, tokens and progress meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
-from flexgen_helm.engine.executor import BatchOutput, Executor, Pass, SequenceOutput
+from flexgen_helm.engine.executor import BatchOutput, Executor, SequenceOutput
+from flexgen_helm.engine.passes import Pass
 from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.progress import Progress
@@ -37,13 +41,21 @@ from flexgen_helm.scheduling.sequence import (
 from flexgen_helm.scheduling.stage_visits import work_items
 from flexgen_helm.tiers import KEEP_EVERY_S, MEMORY_ADVICE
 
-# The results of one call of `Engine.run`, and the progress towards them. No torch.
-
+# Called with the index of a request, and its result.
 OnResult = Callable[[int, GenerationResult], None]
-# Returns the seconds that drawn tokens wait to be stored, None if they are not.
+# Called with the index of a request, completion, step and token; returns the seconds that drawn
+# tokens wait to be stored, None if they are not.
 OnDrawn = Callable[[int, int, int, DrawnToken], float | None]
 # Seconds between two reports of progress in the middle of a batch.
 _REPORT_EVERY_S = 0.1
+
+
+class Position(NamedTuple):
+    """Where a run is: the number of its pass, and the layer of how many; 0 before the first."""
+
+    pass_number: int
+    layer: int
+    num_layers: int
 
 
 class ResultCollector:
@@ -63,7 +75,7 @@ class ResultCollector:
         self.began = time.perf_counter()
         self._num_finished = 0
         self._reported_at = 0.0
-        self.at = (0, 0, 0)  # pass, layer, and of how many
+        self.position = Position(0, 0, 0)
         self._keep_s = KEEP_EVERY_S if on_drawn else None
         self._pass_began = self._last_pass_s = self._restart_s = 0.0
         self.runs: list[Run] = []
@@ -74,6 +86,7 @@ class ResultCollector:
         return self._on_drawn is not None
 
     def deliver(self, index: int, result: GenerationResult) -> None:
+        """Take the result of the request with this index, and report it."""
         self._results[index] = result
         self._num_finished += 1
         if self._on_result is not None:
@@ -87,6 +100,7 @@ class ResultCollector:
         self._restart_s = sum(run.restart_s for run in self.runs)
 
     def _stop_s(self, now: float) -> float:
+        """Return the seconds of work that are lost if the run is stopped now."""
         if self._keep_s is None:
             return 0.0
         return self._keep_s + max(self._last_pass_s, now - self._pass_began) + self._restart_s
@@ -120,9 +134,18 @@ class ResultCollector:
             return
         tokens = sum(run.computed_tokens for run in self.runs)
         total = max(tokens, sum(run.expected_tokens for run in self.runs))
-        done = self._num_finished, len(self._results)
-        elapsed_s, stop_s = now - self.began, self._stop_s(now)
-        self.progress(Progress(tokens, round(total), *done, elapsed_s, {}, *self.at, stop_s=stop_s))
+        self.progress(
+            Progress(
+                tokens,
+                round(total),
+                self._num_finished,
+                len(self._results),
+                now - self.began,
+                {},
+                *self.position,
+                stop_s=self._stop_s(now),
+            )
+        )
 
 
 class Run:
@@ -155,7 +178,7 @@ class Run:
         self.most_at_once = 1
         self._done_tokens = 0.0
         self._items_begun: Counter[Batch] = Counter()  # of batches on their way through the stages
-        self._in_flight: list[Batch] = []  # on other ranks
+        self._in_flight: list[Batch] = []  # that other ranks go on with
         self._lengths = AnswerLengths()
         waiting = self._queue(requests)
         self.goes_on = bool(waiting)  # for certain, unless sequences end early
@@ -219,8 +242,8 @@ class Run:
         """Return the sequences to compute, each shared prefix before its users."""
         computed = []
         for request in requests:
-            scores = request.original.echo_logprobs and len(request.tokens) > 1
-            if request.unfinished or scores:
+            needs_scores = request.original.echo_logprobs and len(request.tokens) > 1
+            if request.unfinished or needs_scores:
                 computed.append(request)
             else:
                 self._finish(request)
@@ -302,6 +325,7 @@ class Run:
     def _shared_prefix(
         self, node: PrefixNode, prefixes: tuple[Sequence, ...], requests: abc.Sequence[Request]
     ) -> Sequence:
+        """Return the sequence of a shared prefix, behind those that precede it."""
         users = [requests[user] for user in dict.fromkeys(node.users)]
         scored = any(user.original.echo_logprobs for user in users)
         return Sequence(
@@ -350,7 +374,8 @@ class Run:
         passes.
         """
         done: set[Batch] = set()
-        here, number = self._executor.model.decoder.config, self._answers.at[0] + 1
+        # of this rank's stages
+        config, number = self._executor.model.decoder.config, self._answers.position.pass_number + 1
 
         def on_batch(output: BatchOutput) -> None:
             done.add(output.batch)
@@ -358,8 +383,9 @@ class Run:
 
         def on_item(batch: Batch) -> None:
             self._items_begun[batch] += 1
-            layer = max(1, self._items_begun[batch] - here.has_embedding)
-            self._answers.at = number, min(layer, here.num_layers), here.num_layers
+            layer = max(1, self._items_begun[batch] - config.has_embedding)
+            layer = min(layer, config.num_layers)
+            self._answers.position = Position(number, layer, config.num_layers)
 
         def must_stop() -> bool:
             self._answers.report(at_once=False)
@@ -403,6 +429,7 @@ class Run:
                 self._items_begun.clear()
 
     def _on_batch(self, output: BatchOutput) -> None:
+        """Take the output of a batch that has passed its last stage."""
         del self._items_begun[output.batch]
         self._account(output)
         self._answers.report()
@@ -425,6 +452,7 @@ class Run:
             self._advance(item.sequence, computed)
 
     def _advance(self, sequence: Sequence, output: SequenceOutput) -> None:
+        """Give a sequence's scores and drawn tokens to its requests; end it, or let it go on."""
         if output.nonfinite_stage is not None:
             for request in sequence.requests:
                 advice = self._executor.model.nonfinite_advice
@@ -516,24 +544,23 @@ class Run:
                 self._release(prefix)
 
     def _finish(self, request: Request) -> None:
+        """Deliver the results of a request whose sequences have all ended."""
         for index, result in zip(request.indices, request.results()):
             self._answers.deliver(index, result)
 
     def _flops(self, item: ScheduledTokens, is_prefill: bool) -> float:
         """Return the operations of scheduled tokens: linear layers, attention to what each sees,
-        the head if used.
+        and the head at positions that are scored or drawn from.
         """
         config, sequence, count = self._config, item.sequence, item.count
-        # num_computed counts them already
+        # on average; num_computed counts these tokens already
         visible = sequence.start + sequence.num_computed - count + (count + 1) / 2
-        scored = 0
+        positions = int(sequence.num_draws > 0)
         if sequence.needs_scores and is_prefill:
-            scored = min(count, sequence.prompt_len - (sequence.next_token is None))
-        positions = scored + (1 if sequence.num_draws else 0)
-        attention = config.attention_flops(1, 1) * count * visible
+            positions += min(count, sequence.prompt_len - (sequence.next_token is None))
         return (
             config.linear_flops_per_token * count
-            + attention
+            + config.attention_flops(1, 1) * count * visible
             + config.head_flops_per_token * positions
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from flexgen_helm.engine.device import device_name, dtype_reason
+from flexgen_helm.engine.device import device_name, dtype_name, dtype_reason
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.fingerprint import what_decides_bits
 from flexgen_helm.engine.opening import OpenedModel
@@ -49,7 +49,6 @@ class EngineIdentity:
     entries, hardware: what the record, and its `hardware`, say of the model and its device.
     """
 
-    model: str
     device: torch.device
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -80,19 +79,10 @@ class EngineIdentity:
         hardware = {
             "device": "sim" if model.is_simulated else str(device),
             "name": device_name(device),
-            "compute_dtype": str(dtype).removeprefix("torch."),
+            "compute_dtype": dtype_name(dtype),
             "compute_dtype_reason": reason,
         }
-        return cls(
-            model=model.name,
-            device=device,
-            dtype=dtype,
-            weight_dtype=weight_dtype,
-            load_s=load_s,
-            experts=experts,
-            entries=entries,
-            hardware=hardware,
-        )
+        return cls(device, dtype, weight_dtype, load_s, experts, entries, hardware)
 
 
 def run_record(

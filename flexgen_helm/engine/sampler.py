@@ -13,8 +13,14 @@ from flexgen_helm.offload.uploads import upload
 from flexgen_helm.scheduling.sampling_params import SamplingParams
 from flexgen_helm.tiers import SAMPLED_ELEMENTS, Tier
 
-# What each row of logits says: its largest tokens, and what its log-probabilities are normalized
-# by.
+# PyTorch divides a longer row among threads, in another order than it sums one of several.
+_SUMMED_AT_ONCE = 2048
+# Exponent of a token that is never drawn: e^-1e4 is zero in float64, and no noise makes up for it.
+_NO_CHANCE = -1e4
+# SplitMix64 (Steele et al., 2014): the step of its counter, then shifts and factors of its mixing,
+# as signed numbers.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -34,10 +40,6 @@ def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, torch.cat((greedy, tokens[:, 1:]), dim=-1)
 
 
-# PyTorch divides a longer row among threads, in another order than it sums one of several.
-_SUMMED_AT_ONCE = 2048
-
-
 def log_normalizers(logits: Tensor) -> Tensor:
     """Return the log-sum-exp of each row, by sums of one order for any rows and threads; logits [R,
     V] -> [R, 1].
@@ -51,14 +53,6 @@ def log_normalizers(logits: Tensor) -> Tensor:
     )
 
 
-# Exponent of a token that is never drawn: e^-1e4 is zero in float64, and no noise makes up for it.
-_NO_CHANCE = -1e4
-# SplitMix64 (Steele et al., 2014): the step of its counter, then shifts and factors of its mixing,
-# as signed numbers.
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
-
-
 def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Draw one token for each row; logits [R, V] in float32 -> token ids [R].
 
@@ -68,13 +62,13 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     does not depend on the other rows, and nothing here waits for an accelerator.
     """
     forced = [-1 if params.forced is None else params.forced for params in sampling]
-    drawn = [
+    random_rows = [
         row for row, token in enumerate(forced) if token < 0 and sampling[row].temperature > 0.0
     ]
-    if not drawn and max(forced) < 0:
+    if not random_rows and max(forced) < 0:
         return greedy_tokens(logits)
-    plain = [row for row in drawn if sampling[row].top_p == 1.0]
-    nucleus = [row for row in drawn if sampling[row].top_p < 1.0]
+    plain = [row for row in random_rows if sampling[row].top_p == 1.0]
+    nucleus = [row for row in random_rows if sampling[row].top_p < 1.0]
     params = [sampling[row] for row in (*plain, *nucleus)]
     forced_tokens, *rows, keys, temperatures, top_ps = upload(
         logits.device,
@@ -85,14 +79,17 @@ def sample_tokens(logits: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
         return forced_tokens
     tokens = greedy_tokens(logits)
     tier: Tier = "cpu" if logits.device.type == "cpu" else "gpu"
-    first, many = 0, max(1, SAMPLED_ELEMENTS[tier] // logits.shape[1])
-    for numbers, where in zip((plain, nucleus), rows):
-        for part in where.split(many) if numbers else ():
+    # `params` has the plain rows first, then those with a nucleus; a part of either at once.
+    first, most_rows = 0, max(1, SAMPLED_ELEMENTS[tier] // logits.shape[1])
+    for numbers, uploaded in zip((plain, nucleus), rows):
+        for part in uploaded.split(most_rows) if numbers else ():
             span = slice(first, first := first + len(part))
             scores = _exponents(logits.index_select(0, part), temperatures[span, None])
             if numbers is nucleus:
                 scores.masked_fill_(~_nucleus(scores, top_ps[span, None]), _NO_CHANCE)
-            tokens[part] = greedy_tokens(scores.sub_(_log_waits(keys[span, None], logits.shape[1])))
+            tokens[part] = greedy_tokens(
+                scores.sub_(_negative_gumbel_noise(keys[span, None], logits.shape[1]))
+            )
     return tokens if max(forced) < 0 else torch.where(forced_tokens < 0, tokens, forced_tokens)
 
 
@@ -108,7 +105,7 @@ def _nucleus(exponents: Tensor, top_ps: Tensor) -> Tensor:
     return torch.empty_like(kept).scatter_(1, order, kept)
 
 
-def _log_waits(keys: Tensor, vocabulary: int) -> Tensor:
+def _negative_gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
     """Return log(-log(u)), the negative of Gumbel noise, for uniform u in (0, 1) by key and token
     id; keys [R, 1].
     """

@@ -86,37 +86,40 @@ def encode_pair(
         encoded = EncodedPair(
             _context_ids(context, tokenizer, chat), _ids("continuation", continuation)
         )
-    first = encoded.context or (
+    context_ids = encoded.context or (
         [] if tokenizer is None or tokenizer.first_id is None else [tokenizer.first_id]
     )
     following = encoded.continuation
-    if not first:
+    if not context_ids:
         raise RequestError(
             "the context is empty and the model names no token to begin a text with; give one token"
         )
-    if not encoded.context and isinstance(continuation, str) and following[:1] == first:
+    if not encoded.context and isinstance(continuation, str) and following[:1] == context_ids:
         following = following[1:]  # the text begins with the text of that token
     if not following:
         raise RequestError(
             "the continuation has no tokens of its own, so there is nothing to score"
         )
-    return EncodedPair(first, following)
+    return EncodedPair(context_ids, following)
 
 
 def _encode_text_behind(
     context: Context, continuation: str, tokenizer: Tokenizer | None, chat: ChatFormat | None
 ) -> EncodedPair:
-    known = _tokenizer(tokenizer)
+    """Encode both as one, and divide the ids behind as many as the context has alone."""
+    tokenizer = _required(tokenizer)
     if isinstance(context, str):
         text = context.rstrip()
         if not text:
-            return EncodedPair([], known.encode(context + continuation, add_special_tokens=False))
-        ids, whole = known.encode(text), known.encode(context + continuation)
+            return EncodedPair(
+                [], tokenizer.encode(context + continuation, add_special_tokens=False)
+            )
+        ids, whole = tokenizer.encode(text), tokenizer.encode(context + continuation)
     elif _is_chat(context):
         ids, whole = _encode_chat(context, ("", continuation), chat)
     else:
         return EncodedPair(
-            _ids("context", context), known.encode(continuation, add_special_tokens=False)
+            _ids("context", context), tokenizer.encode(continuation, add_special_tokens=False)
         )
     #  whole          The capital of France is Paris
     #  its ids        a b c d e f g                  the context alone has six ids, so g is scored
@@ -128,7 +131,7 @@ def _context_ids(
     context: Context, tokenizer: Tokenizer | None, chat: ChatFormat | None
 ) -> list[int]:
     if isinstance(context, str):
-        return _tokenizer(tokenizer).encode(context) if context else []
+        return _required(tokenizer).encode(context) if context else []
     return _encode_chat(context, ("",), chat)[0] if _is_chat(context) else _ids("context", context)
 
 
@@ -157,7 +160,8 @@ def _ids(what: str, ids: Any) -> list[int]:
     return list(ids)
 
 
-def _tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+def _required(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer. Raises `RequestError` where there is none."""
     if tokenizer is None:
         raise RequestError(
             "this model has no tokenizer files, so texts cannot be scored; give token ids"

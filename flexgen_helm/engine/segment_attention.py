@@ -62,60 +62,78 @@ class SegmentAttention(AttentionBackend):
     ) -> None:
         """windows: those that occur among the layers; each has its own masks. dtype: of queries."""
         self.metadata = metadata
-        kinds = set(windows) or {None}
-        self._decodes = [_decode(one, codec, kinds, dtype) for one in metadata.decodes]
+        kinds = {*windows} or {None}
+        self._decodes = [
+            _decode_attention(decoding, codec, kinds, dtype) for decoding in metadata.decodes
+        ]
         self._prefixes = [PrefixAttention(shared, codec) for shared in metadata.prefixes]
         self._joined = JoinedPrompts.of(metadata, codec)
 
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        segments = self._attend_own(at, q, k, v)
+    def attend(self, context: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        segments = self._attend_own(context, q, k, v)
         first, (out, lse) = next(segments)
-        if first.stop - first.start < len(q):
+        if first.stop - first.start < len(q):  # else one segment has all tokens: nothing is copied
             parts = chain([(first, (out, lse))], segments)
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
             for tokens, part in parts:
                 out[tokens], lse[tokens] = part
         for prefix in self._prefixes:
-            where = prefix.tokens
-            joined = out[where], lse[where]
-            for part in prefix.attend(at, q[where]):
-                joined = merge_partial(joined, part)
-            out[where], lse[where] = joined
+            seeing = prefix.tokens
+            merged = out[seeing], lse[seeing]
+            for part in prefix.attend(context, q[seeing]):
+                merged = merge_partial(merged, part)
+            out[seeing], lse[seeing] = merged
         return out, lse
 
     def _attend_own(
-        self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor
+        self, context: LayerAttention, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, PartialAttention]]:
-        """Yield tokens and what they see of their own sequences; prompts are stored, and new
-        tokens.
+        """Store new keys and values; yield tokens of the batch, and their attention to their own
+        sequences.
         """
-        stored = store_prompts(self.metadata, at, k, v)
-        if self._joined is not None and attention.joins_prompts(q, at.config, at.window):
-            deque(stored, maxlen=0)
-            tokens = self._joined.tokens
-            yield tokens, self._joined.attend(at, q[tokens], k[tokens], v[tokens])
+        stored = store_prompts(self.metadata, context, k, v)
+        joined = self._joined
+        if joined is not None and attention.joins_prompts(q, context.config, context.window):
+            deque(stored, maxlen=0)  # stores all prompts
+            tokens = joined.tokens
+            yield (
+                tokens,
+                attention.attend_prompts(
+                    q[tokens],
+                    k[tokens],
+                    v[tokens],
+                    context.config,
+                    context.window,
+                    joined.borders,
+                    joined.longest,
+                ),
+            )
         else:
             for prompt, older in stored:
                 tokens = prompt.tokens
                 new = k[tokens], v[tokens]
-                yield tokens, attend_prompt(at, prompt, q[tokens], new, older)
-        for decoding in self._decodes:
-            tokens = decoding.given.tokens
-            yield tokens, decoding.attend(at, q[tokens], k[tokens], v[tokens])
+                yield tokens, attend_prompt(context, prompt, q[tokens], new, older)
+        for decode in self._decodes:
+            tokens = decode.decoding.tokens
+            yield tokens, decode.attend(context, q[tokens], k[tokens], v[tokens])
 
 
 def attend_prompt(
-    at: LayerAttention, prompt: BatchPrompt, q: Tensor, new: KeysValues, older: KeysValues
+    context: LayerAttention, prompt: BatchPrompt, q: Tensor, new: KeysValues, older: KeysValues
 ) -> PartialAttention:
-    """q [t, Hq, D], new k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq].
+    """Attend to a prompt's own tokens.
 
-    older: the first tokens, as quantizing leaves them: the others see them so, as they would in a
-        cache.
+    q: [t, Hq, D].
+    new: k and v [t, Hk, D].
+    older: those of the first tokens as quantizing leaves them, which the other tokens see, as they
+        would in a cache.
+
+    Return output [t, Hq, D] and log-sum-exp [t, Hq].
     """
-    start, config, fmt = prompt.sequence.start, at.config, at.cache.codec.cache_format
+    start, config, fmt = prompt.sequence.start, context.config, context.cache.codec.cache_format
     if fmt is None or not len(older[0]):
-        return attention.attend_causal(q, new, config, at.window, start)
-    chunks = query_chunks(q, start, at.window, fmt)
+        return attention.attend_causal(q, new, config, context.window, start)
+    chunks = query_chunks(q, start, context.window, fmt)
     if fmt.is_sparse:
         return attention.attend_top_k(q, older, new, config, chunks)
     return attention.attend_two_versions(q, older, new, config, chunks)
@@ -137,21 +155,16 @@ class JoinedPrompts:
 
     @classmethod
     def of(cls, metadata: AttentionMetadata, codec: Codec) -> JoinedPrompts | None:
-        """None where a device may not attend to all of them at once."""
+        """Return the prompts of a batch; None where no kernel attends to all of them at once."""
         ends, prompts = metadata.prompt_ends, metadata.prompts
         if codec.cache_format is not None or not ends.numbers:
             return None
-        if ends.on_device.device.type != "cuda" or any(
-            b.tokens.start != a.tokens.stop for a, b in pairwise(prompts)
-        ):
+        has_gaps = any(b.tokens.start != a.tokens.stop for a, b in pairwise(prompts))
+        if ends.on_device.device.type != "cuda" or has_gaps:
             return None
         first, longest = ends.numbers[0], metadata.longest_prompt
         borders = (ends.on_device - first).int()
         return cls(slice(first, ends.numbers[-1]), borders, longest)
-
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        """q [t, Hq, D], k and v [t, Hk, D] -> output [t, Hq, D], log-sum-exp [t, Hq]."""
-        return attention.attend_prompts(q, k, v, at.config, at.window, self.borders, self.longest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,60 +176,62 @@ class DecodeAttention:
         computes; None where it cannot be used.
     """
 
-    given: Decoding
+    decoding: Decoding
     parts: tuple[DecodePart, ...]
     table: SegmentTable | None = None
 
-    def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
-        """q [B, Hq, D], k and v [B, Hk, D] -> output [B, Hq, D], log-sum-exp [B, Hq]; stores k and
-        v.
+    def attend(self, context: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
+        """Store k and v [B, Hk, D], and attend with q [B, Hq, D]; return output [B, Hq, D] and
+        log-sum-exp [B, Hq].
         """
-        cache, given = at.cache, self.given
-        if given.on_host:
+        cache, decoding = context.cache, self.decoding
+        if decoding.on_host:
             heads = q.shape[1], k.shape[1], v.shape[1]
             (joined,) = cache.copy_to_host("activations", torch.cat((q, k, v), 1))
             q, k, v = joined.split(heads, 1)
-            at = replace(at, config=at.config.on_host)
-        cache.append(given.block, at.layer, given.target, k, v)
+            context = replace(context, config=context.config.on_host)
+        cache.append(decoding.block, context.layer, decoding.target, k, v)
         first, *more = self.parts
-        out, lse = self._attend(first, at, q)
+        out, lse = self._attend(first, context, q)
         for part in more:
             rows = part.sequences
-            out[rows], lse[rows] = merge_partial((out[rows], lse[rows]), self._attend(part, at, q))
-        cache.done(given.block, at.layer)
-        return _to_device(cache, (out, lse)) if given.on_host else (out, lse)
+            partial = self._attend(part, context, q)
+            out[rows], lse[rows] = merge_partial((out[rows], lse[rows]), partial)
+        cache.done(decoding.block, context.layer)
+        return _to_device(cache, (out, lse)) if decoding.on_host else (out, lse)
 
-    def _attend(self, part: DecodePart, at: LayerAttention, q: Tensor) -> PartialAttention:
-        block, layer, config, cache = self.given.block, at.layer, at.config, at.cache
+    def _attend(self, part: DecodePart, context: LayerAttention, q: Tensor) -> PartialAttention:
+        block, layer, cache = self.decoding.block, context.layer, context.cache
         if self.table is not None:
             segments = self.table.with_addresses([cache.read(block, layer, part)])
-            out, lse = attend_segments(q.float().contiguous(), segments, at.score_options)
+            out, lse = attend_segments(q.float().contiguous(), segments, context.score_options)
             return out.to(q.dtype), lse
-        q, positions = q[part.sequences], self.given.positions[part.sequences]
-        visible = part.visible[at.window]
+        q, positions = q[part.sequences], self.decoding.positions[part.sequences]
+        visible = part.visible[context.window]
         if part.is_sparse:
             keys = cache.read_keys(block, layer, part)
-            top_k = attention.select_top_k(q, keys, config, positions, visible)
+            top_k = attention.select_top_k(q, keys, context.config, positions, visible)
             return top_k.attend(cache.read_selected(block, layer, part, top_k))
         keys_values = cache.read(block, layer, part)
-        return attention.attend_cached(q, keys_values, config, positions, visible)
+        return attention.attend_cached(q, keys_values, context.config, positions, visible)
 
 
-def _decode(
-    given: Decoding, codec: Codec, windows: set[Window | None], dtype: torch.dtype
+def _decode_attention(
+    decoding: Decoding, codec: Codec, windows: set[Window | None], dtype: torch.dtype
 ) -> DecodeAttention:
-    block, device = given.block, given.positions.device
+    """Prepare the sequences of a block: for the compiled loop where a host can attend with it."""
+    block, device = decoding.block, decoding.positions.device
     if codec.cache_format is None and can_attend_caches(device, dtype):
         groups = []
-        for row, seq in enumerate(block.sequences):
-            cached = Segment(block, seq.start, seq.num_computed + 1, row)
+        for row, sequence in enumerate(block.sequences):
+            cached = Segment(block, sequence.start, sequence.num_computed + 1, row)
             groups.append(TokenGroup(row, 1, [cached]))
-        last = [seq.start + seq.num_computed for seq in block.sequences]
-        return DecodeAttention(given, (whole_part(block),), SegmentTable.of(groups, last))
+        last = [sequence.start + sequence.num_computed for sequence in block.sequences]
+        return DecodeAttention(decoding, (whole_part(block),), SegmentTable.of(groups, last))
     has_chunks = any(window is not None and window.is_chunked for window in windows)
-    starts = given.absolute - given.positions if has_chunks else 0
-    queries = Queries(given.positions, starts, mask_dtype(device, dtype))
-    return DecodeAttention(given, decode_parts(block, queries, windows, codec))
+    starts = decoding.absolute - decoding.positions if has_chunks else 0
+    queries = Queries(decoding.positions, starts, mask_dtype(device, dtype))
+    return DecodeAttention(decoding, decode_parts(block, queries, windows, codec))
 
 
 class PrefixAttention:
@@ -233,24 +248,27 @@ class PrefixAttention:
         self._shared, positions = shared, shared.positions.numbers
         self._parts = prefix_parts(prefix.start, prefix.prompt_len, positions, codec)
 
-    def attend(self, at: LayerAttention, q: Tensor) -> Iterator[PartialAttention]:
-        """q [t, Hq, D] -> for each part output [t, Hq, D] and log-sum-exp [t, Hq]."""
-        (block, slot), config, cache = self._shared.prefix.seat, at.config, at.cache
+    def attend(self, context: LayerAttention, q: Tensor) -> Iterator[PartialAttention]:
+        """Attend with q [t, Hq, D]; yield output [t, Hq, D] and log-sum-exp [t, Hq] of each
+        part.
+        """
+        (block, slot), config, cache = self._shared.prefix.seat, context.config, context.cache
         positions, keys_on_host = self._shared.positions.on_device, cache.attends_on_host(block)
         on_host = keys_on_host and len(positions) < _COPY_KEYS_FROM
         if on_host:
             (q,) = cache.copy_to_host("activations", q)
             config, positions = config.on_host, self._shared.positions.on_host
         for part in self._parts:
-            keys, values = cache.read_prefix(block, slot, at.layer, part)
+            keys, values = cache.read_prefix(block, slot, context.layer, part)
             if keys.device != q.device or (keys_on_host and not on_host):
                 keys, values = cache.copy_to_device("cache", keys, values)
-            visible = part.visible(positions, at.window, mask_dtype(q.device, q.dtype))
-            from_first = part.first and config.slopes is not None
-            counted = positions - part.first if from_first else positions
-            partial = attention.attend_prefix(q, (keys, values), config, counted, visible)
+            visible = part.visible(positions, context.window, mask_dtype(q.device, q.dtype))
+            # ALiBi's slopes count distances from the first key of the part.
+            is_shifted = part.first and config.slopes is not None
+            distances = positions - part.first if is_shifted else positions
+            partial = attention.attend_prefix(q, (keys, values), config, distances, visible)
             yield _to_device(cache, partial) if on_host else partial
-        cache.done(block, at.layer)
+        cache.done(block, context.layer)
 
 
 def _to_device(cache: KVCache, part: PartialAttention) -> PartialAttention:

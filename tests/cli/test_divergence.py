@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_helm import Engine, cli
 from flexgen_helm.cli.divergence import print_perplexity
-from flexgen_helm.engine.divergence import ComparedPrompts
+from flexgen_helm.engine.compared_prompts import ComparedPrompts
 from flexgen_helm.plugin import compared_prompts
 from tests.helpers.suites import accuracies, write_run
 

@@ -766,15 +766,15 @@ def _patch(patch, world, is_proved):
         patch.setattr(Tensor, "is_pinned", lambda tensor, device=None: world.is_pinned(tensor))
 
     def package(patch):
-        from flexgen_helm.engine import engine, proof
+        from flexgen_helm.engine import engine, kernel_checks, proof
         from flexgen_helm.models import attention
         from flexgen_helm.offload import disk, transfer_manager
 
         for function in (
             attention.device_kernel,
             proof._device_text,
-            proof._dequantizes_alike,
-            proof._attention_fault,
+            kernel_checks._dequantizes_alike,
+            kernel_checks._attention_fault,
         ):
             function.cache_clear()  # what an earlier device was like
         if is_proved:

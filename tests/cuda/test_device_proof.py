@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest
-from flexgen_helm.engine.proof import compare_kernels
+from flexgen_helm.engine.kernel_checks import compare_kernels
 from flexgen_helm.errors import UnprovedModelError
 from flexgen_helm.hardware.process_state import ATTENTION, TRITON, switched_off
 from flexgen_helm.offload.copy_engine import CudaCopyEngine

@@ -38,7 +38,7 @@ def test_a_step_is_the_launches_of_a_decode_layer(monkeypatch):
     monkeypatch.setattr(profiler, "_best", lambda calls, *_: timed.append(calls) or 1.0)
 
     def calls():
-        assert profiler._layer(torch.device("cuda"), torch.float16) == (1.0, float("inf"))
+        assert profiler._layer_rates(torch.device("cuda"), torch.float16) == (1.0, float("inf"))
         return timed[0]
 
     (count,) = launches(calls)

@@ -15,7 +15,7 @@ from flexgen_helm.distributed import engine as engine_module
 from flexgen_helm.distributed import ray_cluster
 from flexgen_helm.distributed.engine import ClusterEngine
 from flexgen_helm.distributed.ray_cluster import RayOptions, RaySession, pool_size
-from flexgen_helm.distributed.worker import Expected, ModelToLoad, Worker
+from flexgen_helm.distributed.worker import ExpectedIdentity, ModelToLoad, Worker
 from flexgen_helm.errors import Interrupted, MemoryLimitError, UsageError, WorkerError
 from flexgen_helm.request import GenerationResult
 
@@ -180,7 +180,9 @@ def test_a_worker_that_cannot_load_or_differs_ends_in_one_sentence(session, mode
     said = str(refused.value)
     assert said.startswith("no worker is left; ") and "\n" not in said
     assert said.count("limited to 1,000 bytes") == 1
-    monkeypatch.setattr(engine_module, "_expected", lambda _: Expected(frozenset()))
+    monkeypatch.setattr(
+        engine_module, "_expected_identity", lambda _: ExpectedIdentity(frozenset())
+    )
     with pytest.raises(UsageError, match="its weights or tokenizer of tiny, or its transformers"):
         ClusterEngine(model, session)
 

@@ -9,7 +9,7 @@ import pytest
 
 from flexgen_helm import EngineConfig
 from flexgen_helm.distributed.worker import (
-    Expected,
+    ExpectedIdentity,
     ModelToLoad,
     WorkerIdentity,
     leave_threads_to_torch,
@@ -58,5 +58,5 @@ def test_paths_are_absolute_for_other_processes(tmp_path, monkeypatch):
 )
 def test_a_worker_that_differs_is_refused(version, fingerprint, first, sentence):
     identity = WorkerIdentity("host", 1, version, fingerprint, "cpu", "float32", 1.0)
-    why = Expected(frozenset("ab"), "2").difference(identity, first, "tiny")
+    why = ExpectedIdentity(frozenset("ab"), "2").difference(identity, first, "tiny")
     assert why is None if sentence is None else sentence in (why or "")

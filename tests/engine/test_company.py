@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.engine import proof
+from flexgen_helm.engine import batch_invariance
 from flexgen_helm.errors import UsageError
 from flexgen_helm.kernels.amx import has_amx
 from flexgen_helm.kernels.attention import can_attend_caches
@@ -147,7 +147,9 @@ def test_bits_do_not_depend_on_the_company(longer, tmp_path, variant, precision)
 
 def test_the_comparison_sees_sums_over_a_vocabulary_that_threads_divide(longer, monkeypatch):
     """As PyTorch sums a row that is alone. The trial has rows of the model's own vocabulary."""
-    monkeypatch.setattr(proof, "log_normalizers", partial(torch.logsumexp, dim=-1, keepdim=True))
+    monkeypatch.setattr(
+        batch_invariance, "log_normalizers", partial(torch.logsumexp, dim=-1, keepdim=True)
+    )
     torch.set_num_threads(2)
     with pytest.raises(UsageError, match="sums over the vocabulary"):
         Engine.from_pretrained(longer("llama@50257")[0], batch_invariant=True)
@@ -231,8 +233,8 @@ def test_what_follows_the_batch_is_refused(longer, tmp_path, variant, options, n
 
 
 def test_a_loop_that_is_missing_is_refused(longer, tmp_path, monkeypatch):
-    from flexgen_helm.engine import proof
+    from flexgen_helm.engine import batch_invariance
 
-    monkeypatch.setattr(proof, "can_attend_caches", lambda *given: False)
+    monkeypatch.setattr(batch_invariance, "can_attend_caches", lambda *given: False)
     with pytest.raises(UsageError, match="compiled loops do not work here"):
         Engine.from_pretrained(longer("llama")[0], batch_invariant=True, offload_dir=tmp_path)

@@ -18,12 +18,9 @@ import torch
 from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine import divergence
-from flexgen_helm.engine.divergence import (
-    Baseline,
-    ComparedPrompts,
-    kl_divergence,
-    require_comparable,
-)
+from flexgen_helm.engine.baseline import Baseline
+from flexgen_helm.engine.compared_prompts import ComparedPrompts
+from flexgen_helm.engine.divergence import kl_divergence, require_comparable
 from flexgen_helm.errors import FlexgenError, MemoryLimitError, RequestError, UsageError
 from tests.helpers.model_folders import edit_config
 from tests.helpers.parity import prompts
@@ -92,7 +89,7 @@ def compare(models, *parts, share=True, by_layer=False, options=({}, {})):
             base = Baseline(parts, engine.model_config, EngineConfig(offload_dir=folder), by_layer)
             base.fill(engine)
         with opened[1]() as engine:
-            found = base.compare(engine)
+            found = divergence.compare(base, engine)
         base.remove()
         assert not os.listdir(folder)
     return found
@@ -270,7 +267,7 @@ def test_batches_that_memory_does_not_take_are_divided(engines, options, monkeyp
             for engine in engines if runs_out else ():
                 fail_once(engine, MemoryError(), patch)
             base.fill(engines[0])
-            found += base.compare(engines[1])
+            found += divergence.compare(base, engines[1])
             base.remove()
             assert [engine.last_run["halvings"] for engine in engines] == [int(runs_out)] * 2
     np.testing.assert_allclose(found[0].values, found[1].values, rtol=1e-4, atol=1e-6)
@@ -310,7 +307,7 @@ def test_logits_that_the_disk_lost_are_noticed(engines, options):
     base.fill(engines[0])
     base.logits[45] = 0
     with pytest.raises(FlexgenError, match="the stored logits are not those that were computed"):
-        base.compare(engines[1])
+        divergence.compare(base, engines[1])
 
 
 @pytest.mark.parametrize("by_layer", [False, True])

@@ -14,7 +14,7 @@ from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.folder import read_config
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
-from flexgen_helm.engine import proof
+from flexgen_helm.engine import proof, small_model
 from flexgen_helm.errors import FlexgenError, UnprovedModelError
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.models.miniature import kind_text, layer_kinds, miniatures
@@ -50,7 +50,7 @@ def home(tmp_path, monkeypatch):
 
 
 def difference(content, seed=0):
-    return proof.difference_of_miniature(
+    return small_model.difference_of_miniature(
         content, architecture_of_config(content).read_config(content), seed, Engine
     )
 
@@ -223,7 +223,7 @@ def test_an_entry_that_a_record_ignores_is_seen(variant, entry, value, monkeypat
         "_read_config",
         lambda self, path: read_config(path, lambda given: ignoring),
     )
-    assert proof.difference_of_miniature(content, config, 0, Engine) > 100 * proof.TOLERANCE
+    assert small_model.difference_of_miniature(content, config, 0, Engine) > 100 * proof.TOLERANCE
 
 
 # ---- when, how often, and what follows ----
@@ -231,7 +231,7 @@ def test_an_entry_that_a_record_ignores_is_seen(variant, entry, value, monkeypat
 
 def test_it_is_proved_once_and_remembered(home, tmp_path, monkeypatch):
     saved("SmolLM3ForCausalLM", tmp_path / "model")
-    events, proofs, honest = [], [], proof.difference_of_miniature
+    events, proofs, honest = [], [], small_model.difference_of_miniature
 
     def counted(*given):
         proofs.append(given[2])
@@ -318,7 +318,7 @@ def test_an_error_of_the_system_is_none_of_the_model(home, tmp_path, monkeypatch
         raise raised
 
     saved("SmolLM3ForCausalLM", tmp_path / "model")
-    monkeypatch.setattr(proof, "random_reference", fails)
+    monkeypatch.setattr(small_model, "random_reference", fails)
     with pytest.raises(expected) as caught:
         Engine.from_pretrained(tmp_path / "model")
     assert ("--unverified" in str(caught.value)) == (expected is UnprovedModelError)
@@ -327,7 +327,7 @@ def test_an_error_of_the_system_is_none_of_the_model(home, tmp_path, monkeypatch
 
 def test_what_cannot_be_made_small_is_refused(home, tmp_path, monkeypatch):
     saved("SmolLM3ForCausalLM", tmp_path / "model")
-    monkeypatch.setattr(proof, "miniatures", lambda content, config: iter(()))
+    monkeypatch.setattr(small_model, "miniatures", lambda content, config: iter(()))
     with pytest.raises(UnprovedModelError, match="could not be compared .* no small configuration"):
         Engine.from_pretrained(tmp_path / "model")
 

@@ -67,7 +67,7 @@ def test_without_groups_it_is_the_machines(tmp_path):
 
 def test_an_engine_in_a_group_plans_with_the_groups_memory():
     code = (
-        "from pathlib import Path\nfrom flexgen_helm.engine.device import tier_capacities\n"
+        "from pathlib import Path\nfrom flexgen_helm.engine.placing import tier_capacities\n"
         "from flexgen_helm.tiers import MemoryLimits\n"
         "print(tier_capacities(MemoryLimits(), Path('.'))['cpu'])"
     )

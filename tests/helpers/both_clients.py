@@ -159,7 +159,7 @@ def _record_ours(recorder: _Recorder) -> None:
 
     def run(self: Engine, *args: Any, **kwargs: Any) -> Any:
         results = original(self, *args, **kwargs)
-        for result in results if self.identity.model else ():  # the engine of a proof has no name
+        for result in results if self.name else ():  # the engine of a proof has no name
             recorder.add(result.prompt_token_ids)
         return results
 

@@ -301,7 +301,7 @@ def _shorten(command: str) -> None:
         from flexgen_helm.engine import profiler
         from flexgen_helm.hardware.profile import load_profile
 
-        profiler._processor = lambda *_: load_profile("laptop").cpu  # type: ignore[assignment]
+        profiler._measure_processor = lambda *_: load_profile("laptop").cpu  # type: ignore[assignment]
         profiler._FILE_BYTES, profiler._CHUNK_BYTES = 8 << 20, 1 << 20
 
 

@@ -109,7 +109,7 @@ def _outcome(case):
 
 def _break(fault, folder):
     """Let this rank fail in the way of `Job.fault`."""
-    from flexgen_helm.engine import opening
+    from flexgen_helm.engine import placing
     from flexgen_helm.scheduling import lanes
     from tests.helpers.layers import replace_layers_for_good
 
@@ -118,13 +118,13 @@ def _break(fault, folder):
             [[], list(requests)] if count == 2 else [list(requests)]
         )
     elif fault == "memory":
-        capacities = opening.tier_capacities
+        capacities = placing.tier_capacities
 
         def once(limits, *rest):
-            opening.tier_capacities = capacities
+            placing.tier_capacities = capacities
             return capacities(MemoryLimits(gpu=0, cpu=1 << 10, disk=0), *rest)
 
-        opening.tier_capacities = once
+        placing.tier_capacities = once
     elif fault == "kill":
         count = 0
 

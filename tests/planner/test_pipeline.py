@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm import GenerationRequest
 from flexgen_helm.checkpoint.names import resolve
-from flexgen_helm.engine.pipeline import divide_layers
+from flexgen_helm.engine.placing import divide_layers
 from flexgen_helm.errors import UsageError
 from flexgen_helm.models.config import EMBED_TABLE, stage_names, tensor_shapes
 from flexgen_helm.planner.limits import SchedulerLimits

@@ -33,7 +33,7 @@ from helm.common.request import Request, RequestResult
 
 import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import Engine, GenerationRequest, response_cache
-from flexgen_helm.engine import executor
+from flexgen_helm.engine import executor, passes
 from flexgen_helm.errors import DiskFullError, NumericalError
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory
 from flexgen_helm.offload.staging import ALIGNMENT, pages
@@ -201,9 +201,9 @@ def test_8_a_value_that_overflows_fails_its_request_and_names_the_layer(overflow
 
 def test_8_without_the_checks_it_is_an_answer(overflowing, monkeypatch):
     """The inverse. HELM leaves such a score out of its mean."""
-    honest = executor._BatchState.check_finite
+    honest = passes.BatchState.check_finite
     monkeypatch.setattr(
-        executor._BatchState, "check_finite", lambda self: torch.full_like(honest(self), -1)
+        passes.BatchState, "check_finite", lambda self: torch.full_like(honest(self), -1)
     )
     monkeypatch.setattr(executor.math, "isfinite", lambda value: True)
     result = scores(overflowing, prompts(1, 30)[0])
