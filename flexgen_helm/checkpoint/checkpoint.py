@@ -35,6 +35,7 @@ from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.blocks import decode, largest, not_finite
 from flexgen_helm.quant.formats import BlockFormat
+from flexgen_helm.quant.precisions import PublishedFormats
 
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16
 # at all. Values from 2^-17 on lose nothing, smaller ones at most 2^-25.
@@ -113,6 +114,11 @@ class Checkpoint(ABC):
         return None
 
     @cached_property
+    def published_formats(self) -> PublishedFormats:
+        """`formats`, as a precision takes them."""
+        return PublishedFormats(self.formats, self.rows_are_gathered)
+
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
@@ -173,7 +179,7 @@ class Checkpoint(ABC):
             return StoredMatrix([], False)
         return StoredMatrix([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
 
-    def _published_formats(self) -> dict[str, BlockFormat]:
+    def _find_formats(self) -> dict[str, BlockFormat]:
         """Return the formats of the matrices that rest as published."""
         by_name = {}
         for name in (name for name, shape in self.shapes.items() if len(shape) == 2):

@@ -85,7 +85,7 @@ class GgufCheckpoint(Checkpoint):
         if factors is not None:
             used |= {*factor_names, _LONG_FACTORS}
         _require_all_used(path, tensors.keys() - used)
-        self.formats = self._published_formats()
+        self.formats = self._find_formats()
         types = {
             name: "" if name in self.formats else matched.stored.dtype
             for name, matched in self._tensors.items()

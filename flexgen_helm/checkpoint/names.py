@@ -20,7 +20,7 @@ from flexgen_helm.checkpoint.quantized.planned_formats import planned_formats
 from flexgen_helm.checkpoint.suffixes import PREFIX, is_hub_name, split_precision, split_template
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.quant.precisions import Precision, PublishedFormats, precision_named
+from flexgen_helm.quant.precisions import Precision, precision_named
 
 Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
@@ -184,7 +184,7 @@ def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: 
     if resolved.kind == "gguf" and resolved.path is not None:
         from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 
-        return replace(named, published=PublishedFormats(GgufCheckpoint(resolved.path).formats))
+        return replace(named, published=GgufCheckpoint(resolved.path).published_formats)
     quantization = _quantization(resolved)
     if quantization is None:
         return named

@@ -49,7 +49,7 @@ from flexgen_helm.planner.placement import StorageSizes, gather_bytes
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.formats import LAYOUT_VERSION, BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
-from flexgen_helm.quant.precisions import Precision, PublishedFormats
+from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEMENTS
 
 # Matrices for which the disk of an offload directory has room already: no copy of them is written.
@@ -68,9 +68,7 @@ def bytes_at_rest(
     if config.weights == "pretrained" and local_weights(model) is None:
         return 0
     checkpoint = open_checkpoint(model, weights=config.weights, seed=config.seed)
-    precision = replace(
-        precision, published=PublishedFormats(checkpoint.formats, checkpoint.rows_are_gathered)
-    )
+    precision = replace(precision, published=checkpoint.published_formats)
     sizes = StorageSizes(checkpoint.config, precision).matrices
     at_rest = WeightsAtRest(checkpoint, precision, folder)
     return at_rest.num_bytes(sizes, with_written=config.limits.disk is None)
