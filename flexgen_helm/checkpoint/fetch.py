@@ -42,7 +42,7 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
     Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or
     are damaged.
     """
-    resolved = model if isinstance(model, ResolvedModel) else resolve(model, revision)
+    resolved = resolve(model, revision)
     if resolved.path is not None:
         return conversion_of(resolved.path) or resolved.path
     if resolved.kind == "wheel":

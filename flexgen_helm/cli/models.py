@@ -157,7 +157,8 @@ def _row(name: str, machine: MachineLimits, pattern: str) -> Row | None:
     """Return the facts of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import GGUF_SIZE
     from flexgen_helm.checkpoint.local_files import local_weights
-    from flexgen_helm.checkpoint.names import planned_precision, read_model_config, resolve
+    from flexgen_helm.checkpoint.names import resolve
+    from flexgen_helm.checkpoint.planned_weights import planned_precision, read_model_config
     from flexgen_helm.planner.fit import fit, weight_bytes
 
     model, config, is_here = None, None, None

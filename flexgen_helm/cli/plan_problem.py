@@ -78,7 +78,7 @@ def problem_for(
     asked: PlanOptions, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None
 ) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
-    from flexgen_helm.checkpoint.names import planned_precision, read_model_config
+    from flexgen_helm.checkpoint.planned_weights import planned_precision, read_model_config
     from flexgen_helm.planner.plan import planning_problem, profile_for_device
     from flexgen_helm.planner.problem import MEASURED
     from flexgen_helm.planner.workload import Workload
@@ -179,7 +179,7 @@ def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
 
 def print_stored_type(model: str, problem: PlanningProblem) -> None:
     """Say what becomes of weights that are published in another type than 16 bits."""
-    from flexgen_helm.checkpoint.names import quantized_by
+    from flexgen_helm.checkpoint.planned_weights import quantized_by
 
     if not (method := quantized_by(model)):
         return

@@ -176,7 +176,7 @@ def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
     )
     if config.limits.cpu is None or config.fixed_policy is not None or not is_cpu:
         return
-    from flexgen_helm.checkpoint.names import planned_precision, read_model_config
+    from flexgen_helm.checkpoint.planned_weights import planned_precision, read_model_config
     from flexgen_helm.planner.placement import Machine, StorageSizes
     from flexgen_helm.planner.weight_placement import least_limit, require_least_memory
 

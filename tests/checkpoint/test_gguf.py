@@ -18,8 +18,9 @@ from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.gguf_checkpoint import _logical_tensor
 from flexgen_helm.checkpoint.local_files import quick_fingerprint
-from flexgen_helm.checkpoint.names import read_model_config, resolve
+from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError

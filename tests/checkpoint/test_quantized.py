@@ -23,8 +23,8 @@ from transformers.utils import quantization_config as classes
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.checkpoint.convert import convert
-from flexgen_helm.checkpoint.names import planned_precision
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.planned_weights import planned_precision
 from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
 from flexgen_helm.checkpoint.quantized.view import logical_tensors
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint

@@ -10,7 +10,7 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
 from flexgen_helm.checkpoint.fetch import GGUF_NAME, GGUF_SIZE
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.cli import models as models_command
 from flexgen_helm.cli.models import MachineLimits
 from flexgen_helm.errors import UsageError

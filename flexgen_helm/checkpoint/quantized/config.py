@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import BlockFormat, scaled_format
 
 HALF_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
@@ -47,43 +46,9 @@ class Quantization:
     ignored: tuple[str, ...] = ()
     layout: str = ""
 
-    def planned_format(self, width: int) -> BlockFormat | None:
-        """Return the format of rows of a width in most files of this kind, if they rest as
-        published.
-        """
-        planned = _PLANNED.get(self.layout or self.method)
-        if planned is None and self.bits and not self.act_order:
-            planned = f"U{self.bits}", "F16", 0
-        if planned is None:
-            return None
-        codes, scale, shared = planned
-        is_stored = self.symmetric is False or (
-            self.method in ("gptq", "awq") and not self.symmetric
-        )
-        shared = (*self.group_sizes, shared)[0] or width
-        fmt = scaled_format(
-            codes, scale, width, shared, has_zero=is_stored, is_divided=scale == "F8_E4M3"
-        )
-        return fmt if fmt is not None and fmt.has_loop else None
-
     @property
     def title(self) -> str:
         return self.method + (f" {self.bits}-bit" if self.bits else "")
-
-
-# Codes, scales, and values of a scale (0: a row) in most files; see `scaled_format`.
-_PLANNED = {
-    "mxfp4": ("FP4", "F8_E8M0", 32),
-    "fp8": ("F8_E4M3", "F32", 128),
-    "mxfp8": ("F8_E4M3", "F8_E8M0", 32),
-    "fbgemm_fp8": ("F8_E4M3", "F32", 0),
-    "float-quantized": ("F8_E4M3", "BF16", 0),
-    "int-quantized": ("I8", "BF16", 0),
-    "nvfp4-pack-quantized": ("FP4", "F8_E4M3", 16),
-    "mxfp4-pack-quantized": ("FP4", "F8_E8M0", 32),
-    "bitsandbytes in 4 bits": ("NF4", "F32", 64),
-    "bitsandbytes": ("I8", "F32", 0),
-}
 
 
 def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | None:
