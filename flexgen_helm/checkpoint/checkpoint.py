@@ -20,15 +20,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexgen_helm.checkpoint.matching import MatchedTensor
-from flexgen_helm.checkpoint.published import filler
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     MOST_THREADS,
     LogicalTensor,
     row_tiles,
 )
-from flexgen_helm.checkpoint.stored_tensors import FillRows, StoredPlane, StoredRows
+from flexgen_helm.checkpoint.matching import MatchedTensor
+from flexgen_helm.checkpoint.published_blocks import (
+    FillRows,
+    StoredPlane,
+    StoredRows,
+    block_reader,
+)
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.kernels.team import stay_alone
@@ -151,7 +155,7 @@ class Checkpoint(ABC):
         done = 0
         for stored, rows in self._stored_matrix(name).parts:
             assert stored.published is not None
-            fill = filler(stored.published, title)
+            fill = block_reader(stored.published, title)
 
             def read(
                 tile: tuple[int, int], offset: int = done - rows.start, fill: FillRows = fill

@@ -18,19 +18,15 @@ from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import GENERATION_CONFIG, gguf_parts, model_config_from
 from flexgen_helm.checkpoint.generation_config import read_generation_settings
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
-from flexgen_helm.checkpoint.matching import match_tensors
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     LogicalTensor,
     ReadRows,
     plain_tensor,
 )
-from flexgen_helm.checkpoint.stored_tensors import (
-    PublishedTensor,
-    StoredPlane,
-    StoredTensor,
-    join_headers,
-)
+from flexgen_helm.checkpoint.matching import match_tensors
+from flexgen_helm.checkpoint.published_blocks import PublishedTensor, StoredPlane
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, join_headers
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config

@@ -76,6 +76,6 @@ def open_as(kind: type[ModelConfig], path: Path, fingerprint: str | None = None)
     if not issubclass(kind, TransformersConfig):
         return SafetensorsCheckpoint(path, fingerprint)
     # Imported late: transformers takes seconds and 80 MB.
-    from flexgen_helm.checkpoint.state_dict import StateDictCheckpoint
+    from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint
 
     return StateDictCheckpoint(path, fingerprint)

@@ -21,14 +21,14 @@ from flexgen_helm.checkpoint.folder import (
     tokenizer_folder,
     weight_files,
 )
-from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
-from flexgen_helm.checkpoint.matching import find_stored, match_tensors
-from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     LogicalTensor,
 )
-from flexgen_helm.checkpoint.quantized.view import logical_tensors
+from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
+from flexgen_helm.checkpoint.matching import find_stored, match_tensors
+from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.quantized.readers import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
 from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError

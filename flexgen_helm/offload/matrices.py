@@ -34,8 +34,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.local_files import local_weights
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import StoredRows
+from flexgen_helm.checkpoint.published_blocks import StoredRows, read_blocks
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder

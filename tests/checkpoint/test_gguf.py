@@ -137,7 +137,7 @@ def test_tensors_equal_the_originals_within_the_quantization(
     assert read.storage_dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
     assert read.tokenizer_path == file
     whole = {name: read.tensor(name) for name in read.shapes}
-    monkeypatch.setattr("flexgen_helm.checkpoint.quantized.logical_tensor.TILE_ELEMENTS", 70)
+    monkeypatch.setattr("flexgen_helm.checkpoint.logical_tensor.TILE_ELEMENTS", 70)
     for name, tensor in whole.items():
         expected, is_matrix = original.tensor(name).float(), tensor.ndim > 1
         assert tensor.dtype == (read.storage_dtype if is_matrix else torch.float32)

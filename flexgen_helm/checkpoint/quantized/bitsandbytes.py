@@ -10,36 +10,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexgen_helm.checkpoint.logical_tensor import LogicalTensor, read_all, require
+from flexgen_helm.checkpoint.published_blocks import FillRows, PublishedTensor, StoredPlane
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES
-from flexgen_helm.checkpoint.quantized.group import QuantizedGroup
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, read_all, require
+from flexgen_helm.checkpoint.quantized.matrix import QuantizedMatrix
 from flexgen_helm.checkpoint.quantized.scaled import Scaling, scaled
-from flexgen_helm.checkpoint.stored_tensors import (
-    FillRows,
-    PublishedTensor,
-    StoredPlane,
-    StoredTensor,
-)
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.quant.formats import BlockFormat, scaled_format
 
 
-def bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
+def bitsandbytes(matrix: QuantizedMatrix) -> LogicalTensor | None:
     """Linear layers as x.weight: int8 with x.SCB, or 4 bits with x.weight.absmax and more."""
-    name, stem = group.first.name, group.stem(".weight")
+    name, stem = matrix.first.name, matrix.stem(".weight")
     if stem is None:
         return None
-    if group.first.dtype == "I8":
-        layout = group.optional(f"{stem}.weight_format")
+    if matrix.first.dtype == "I8":
+        layout = matrix.optional(f"{stem}.weight_format")
         if layout is not None and any(layout.read(0, layout.size)):
             raise CheckpointError(
                 f"{layout.title}: rows of int8 are permuted for one kind of GPU; use the original"
             )
-        return scaled(group, name, Scaling(group.part(f"{stem}.SCB"), factor=1 / 127))
+        return scaled(matrix, name, Scaling(matrix.part(f"{stem}.SCB"), factor=1 / 127))
     states = [f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
-    if group.first.dtype != "U8" and group.optional(*states) is None:
+    if matrix.first.dtype != "U8" and matrix.optional(*states) is None:
         return None
-    return _from_table(group, group.part(*states))
+    return _from_table(matrix, matrix.part(*states))
 
 
 class _TableLayout(NamedTuple):
@@ -57,7 +53,7 @@ class _TableLayout(NamedTuple):
     dtype: str
 
 
-def _table_layout(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -> _TableLayout:
+def _table_layout(matrix: QuantizedMatrix, state: StoredTensor, is_nested: bool) -> _TableLayout:
     """Read the state, which is JSON. Raises `CheckpointError`."""
     require(state, ("U8",))
     try:
@@ -69,7 +65,7 @@ def _table_layout(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -
             int(settings["blocksize"]),
             int(settings["nested_blocksize"]) if is_nested else 1,
             float(settings["nested_offset"]) if is_nested else 0.0,
-            HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype),
+            HALF_TYPES.get(str(settings["dtype"]), matrix.quantization.dtype),
         )
         if min(layout.block, layout.nested_block, outputs, inputs) < 1:
             raise ValueError("a size below 1")
@@ -78,22 +74,22 @@ def _table_layout(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -
     return layout
 
 
-def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
+def _from_table(matrix: QuantizedMatrix, state: StoredTensor) -> LogicalTensor:
     """NF4 or FP4: flat codes, two a byte, the upper four bits first; value = table[code] *
     absmax[block].
 
     state: JSON with shape, type, and block sizes.
     """
-    codes, name = group.first, group.first.name
-    table, absmax = group.part(f"{name}.quant_map"), group.part(f"{name}.absmax")
+    codes, name = matrix.first, matrix.first.name
+    table, absmax = matrix.part(f"{name}.quant_map"), matrix.part(f"{name}.absmax")
     # Table and scales of absmax, if that is quantized too, with 8 bits.
     is_nested = absmax.dtype == "U8"
     nested = (
-        [group.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")]
+        [matrix.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")]
         if is_nested
         else []
     )
-    layout = _table_layout(group, state, is_nested)
+    layout = _table_layout(matrix, state, is_nested)
     outputs, inputs, block = layout.outputs, layout.inputs, layout.block
     blocks = -(-outputs * inputs // block)
     if codes.size != -(-outputs * inputs // 2):

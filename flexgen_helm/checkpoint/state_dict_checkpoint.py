@@ -31,12 +31,12 @@ from transformers.core_model_loading import (
 
 from flexgen_helm.checkpoint.checkpoint import StoredMatrix
 from flexgen_helm.checkpoint.folder import FolderConfig, read_config
-from flexgen_helm.checkpoint.matching import missing_tensor_error
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     TORCH_TYPES,
     LogicalTensor,
 )
+from flexgen_helm.checkpoint.matching import missing_tensor_error
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError
