@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -51,7 +50,11 @@ _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat1
 
 
 class StoredMatrix(NamedTuple):
-    """Where files have a matrix; parts: their rows, in order. transposed: they are [in, out]."""
+    """Where files have a matrix.
+
+    parts: stored tensors with their rows that are, one below the other, the matrix.
+    transposed: they are stored [in, out], and those rows are columns there.
+    """
 
     parts: list[tuple[LogicalTensor, range]]
     transposed: bool
@@ -150,17 +153,18 @@ class Checkpoint(ABC):
         memory: Callable[[int, int], torch.Tensor],
         dtype: torch.dtype = torch.float32,
     ) -> Iterator[torch.Tensor]:
-        """Read tiles to memory of their rows [count, row bytes]."""
+        """Read tiles of whole rows; memory: makes room [count, row bytes] for rows from one on."""
         width, fmt, title = self.shapes[name][1], self.formats[name], self._title(name)
-        done = 0
+        done = 0  # rows of the matrix in the parts so far
         for stored, rows in self._stored_matrix(name).parts:
             assert stored.published is not None
             fill = block_reader(stored.published, title)
 
+            # Defaults are of this part: threads read ahead while the loop goes on.
             def read(
                 tile: tuple[int, int], offset: int = done - rows.start, fill: FillRows = fill
             ) -> torch.Tensor:
-                first, count = tile
+                first, count = tile  # rows of the stored tensor
                 packed = memory(offset + first, count)
                 fill(first, packed)
                 if not_finite(packed, fmt):
@@ -184,7 +188,9 @@ class Checkpoint(ABC):
         return StoredMatrix([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
 
     def _find_formats(self) -> dict[str, BlockFormat]:
-        """Return the formats of the matrices that rest as published."""
+        """Return the formats of the matrices that rest as published: all their parts are in one
+        format, for which there is a compiled loop.
+        """
         by_name = {}
         for name in (name for name, shape in self.shapes.items() if len(shape) == 2):
             parts, transposed = self._stored_matrix(name)
@@ -248,7 +254,7 @@ class Checkpoint(ABC):
                     )
         return bytes_of
 
-    def order(self, name: str) -> torch.Tensor | None:
+    def row_order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in
         order.
         """
@@ -364,13 +370,3 @@ class Checkpoint(ABC):
             raise self._type_error(
                 f"{self._title(name)} contains {largest:g}, too large for {dtype}"
             )
-
-
-def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Whether two tensors of equal shape, given in tiles of equal sizes, have the same elements in
-    float32.
-    """
-    return all(
-        a is not None and b is not None and torch.equal(a.float(), b.float())
-        for a, b in zip_longest(first, second)
-    )

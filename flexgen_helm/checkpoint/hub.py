@@ -18,8 +18,8 @@ from flexgen_helm.checkpoint.folder import (
     PICKLE_INDEX,
     SMALL_FILES,
     deciding_files,
-    only_pickled_weights,
     pickle_names,
+    pickled_weights_error,
     read_config,
     read_index,
     read_json,
@@ -78,7 +78,7 @@ def fetch_snapshot(repo: str, revision: str | None) -> Path:
         if not resolved.why_local:
             if not any(name.endswith(".safetensors") for name in resolved.files):
                 if pickle_names(resolved.files):
-                    raise only_pickled_weights(repo, repo.replace("/", "--"))
+                    raise pickled_weights_error(repo, repo.replace("/", "--"))
                 raise CheckpointError(f"{repo} has no safetensors weights")
             # refuses what cannot be read before the weights come
             read_config(_download(resolved, SMALL_FILES))

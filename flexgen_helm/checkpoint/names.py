@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry
-from flexgen_helm.checkpoint.known_names import read_user_models, unknown_model
+from flexgen_helm.checkpoint.known_names import read_user_models, unknown_model_message
 from flexgen_helm.checkpoint.suffixes import PREFIX, is_hub_name, split_precision, split_template
 from flexgen_helm.errors import UnknownModelError
 
@@ -127,14 +127,16 @@ def resolve(
             entry=next((entry for entry in CATALOG.values() if entry.hub_repo == repo), None),
             apply_chat_template=template,
         )
-    raise UnknownModelError(unknown_model(without_suffixes, template, precision))
+    raise UnknownModelError(unknown_model_message(without_suffixes, template, precision))
 
 
 def find_known(name: str, precision: str, revision: str | None = None) -> ResolvedModel | None:
     """Look a name up in the catalog and on disk."""
     if (entry := CATALOG.get(name)) is not None:
         kind: Kind = "hub" if entry.hub_repo else "wheel" if name == WHEEL_MODEL else "unpublished"
-        return ResolvedModel(name, precision, kind, None, entry.hub_repo, revision, entry)
+        return ResolvedModel(
+            name, precision, kind, hub_repo=entry.hub_repo, revision=revision, entry=entry
+        )
     if not name:
         return None  # as a path it would be the current folder
     path = Path(name).expanduser()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -100,13 +101,16 @@ class SafetensorsCheckpoint(Checkpoint):
     def _untie_if_different(
         self, head: Iterator[torch.Tensor], table: Iterator[torch.Tensor]
     ) -> None:
-        """Give the model a head if that of the files differs from the embedding table.
+        """Give the model a head of its own if that of the files differs from the embedding table.
 
         So does `transformers`, whatever `tie_word_embeddings` says: fine-tunes that trained their
         head leave it true.
         head, table: tiles, which are read up to the first difference.
         """
-        if self.config.tied_head and not same_elements(head, table):
+        if self.config.tied_head and not all(
+            a is not None and b is not None and torch.equal(a.float(), b.float())
+            for a, b in zip_longest(head, table)
+        ):
             self.config = replace(self.config, tied_head=False)
 
     @cached_property

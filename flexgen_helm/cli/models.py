@@ -144,11 +144,11 @@ def list_models(machine: MachineLimits, pattern: str = "") -> list[Row]:
         `[]`.
     """
     from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
-    from flexgen_helm.checkpoint.known_names import user_names
+    from flexgen_helm.checkpoint.known_names import read_user_models
 
     rows = (
         _row(name, machine, pattern.lower())
-        for name in dict.fromkeys([*user_names(), WHEEL_MODEL, *CATALOG])
+        for name in dict.fromkeys([*read_user_models(), WHEEL_MODEL, *CATALOG])
     )
     return [row for row in rows if row is not None]
 
@@ -242,11 +242,11 @@ def fetch(
 
     path = obtain(model, revision)
     if verify:
-        from flexgen_helm.checkpoint.fingerprint import forget
+        from flexgen_helm.checkpoint.fingerprint import forget_hash
         from flexgen_helm.checkpoint.open import open_checkpoint
 
         if path.is_file():
-            forget(path)  # the embedded model's hash is remembered when it is fetched
+            forget_hash(path)  # the embedded model's hash is remembered when it is fetched
         checkpoint = open_checkpoint(model, revision=revision)
         checkpoint.verify()
         say(f"{len(checkpoint.shapes)} tensors of {checkpoint.origin} are intact")

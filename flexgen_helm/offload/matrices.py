@@ -368,7 +368,7 @@ class MatrixLoader:
         """
         if (
             not isinstance(self.format_of(name), BlockFormat)
-            or (order := self._checkpoint.order(name)) is None
+            or (order := self._checkpoint.row_order(name)) is None
         ):
             return None
         return order.to(self._tiers.device)

@@ -41,8 +41,11 @@ def bitsandbytes(matrix: QuantizedMatrix) -> LogicalTensor | None:
 class _TableLayout(NamedTuple):
     """What bitsandbytes says of a matrix in 4 bits.
 
-    block, nested_block: values of a scale, and scales of a scale of theirs.
-    offset: of scales that have scales.
+    outputs, inputs: the matrix's shape.
+    block: values that share a scale.
+    nested_block: scales that share a scale, where scales are quantized too.
+    offset: added to scales that are quantized.
+    dtype: safetensors' name of the 16-bit type of the values.
     """
 
     outputs: int
@@ -54,7 +57,10 @@ class _TableLayout(NamedTuple):
 
 
 def _table_layout(matrix: QuantizedMatrix, state: StoredTensor, is_nested: bool) -> _TableLayout:
-    """Read the state, which is JSON. Raises `CheckpointError`."""
+    """Read the state, which is JSON. is_nested: scales are quantized too.
+
+    Raises `CheckpointError` if it is damaged.
+    """
     require(state, ("U8",))
     try:
         settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
@@ -82,7 +88,7 @@ def _from_table(matrix: QuantizedMatrix, state: StoredTensor) -> LogicalTensor:
     """
     codes, name = matrix.first, matrix.first.name
     table, absmax = matrix.part(f"{name}.quant_map"), matrix.part(f"{name}.absmax")
-    # Table and scales of absmax, if that is quantized too, with 8 bits.
+    # absmax may be quantized too, to 8 bits, with a table and scales of its own.
     is_nested = absmax.dtype == "U8"
     nested = (
         [matrix.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")]
@@ -129,7 +135,10 @@ def _coded_rows(
     codes: StoredTensor,
     scaling: tuple[StoredTensor, ...],
 ) -> FillRows:
-    """Return what makes rows of blocks; scaling: scales, and table and scales of theirs."""
+    """Return what makes rows of blocks.
+
+    scaling: scales of the codes; the table and the scales of these, if they are quantized too.
+    """
     inputs = layout.inputs
     scales, *nested = map(read_all, scaling)
     if nested:

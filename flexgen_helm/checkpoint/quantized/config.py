@@ -23,7 +23,7 @@ class Quantization:
     """How the weights of a checkpoint are quantized.
 
     method: a key of `METHODS`.
-    dtype: safetensors' name of the 16-bit type for weights whose scales are not of a 16-bit type.
+    dtype: safetensors' name of the 16-bit type of weights whose scales do not have such a type.
     block: rows and columns that share a scale, the last ones cut off; None if shapes say it.
     zero_offset: what is added to a stored zero point.
     group_sizes: numbers of inputs that share a scale, the last ones cut off.
@@ -58,9 +58,9 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
     an entry.
     """
     text = content.get("text_config")
-    owners = [content, text] if isinstance(text, Mapping) else [content]
+    sections = [content, text] if isinstance(text, Mapping) else [content]
     keys = ("quantization_config", "quantization")  # MLX writes the second, or both
-    entry = next((owner[key] for owner in owners for key in keys if owner.get(key)), None)
+    entry = next((section[key] for section in sections for key in keys if section.get(key)), None)
     if entry is None:
         return None
     if not isinstance(entry, Mapping):
@@ -72,7 +72,7 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
         raise CheckpointError(
             f"{path}: weights quantized by {method} cannot be read ({reason}); use the original"
         )
-    dtypes = (str(owner.get("dtype") or owner.get("torch_dtype")) for owner in owners)
+    dtypes = (str(part.get("dtype") or part.get("torch_dtype")) for part in sections)
     dtype = next((HALF_TYPES[name] for name in dtypes if name in HALF_TYPES), "BF16")
     try:
         options = METHODS[method](settings)
@@ -101,7 +101,8 @@ class _UnsupportedError(Exception):
     """Says which variant of a method is not supported."""
 
 
-_USUAL = {"data_type": "int", "pack_dtype": "int32"}
+# Values that mean what is read here anyway.
+_USUAL_VALUES = {"data_type": "int", "pack_dtype": "int32"}
 
 
 class _Settings(dict[str, Any]):
@@ -114,7 +115,7 @@ class _Settings(dict[str, Any]):
         self.unread = {
             key
             for key, value in content.items()
-            if value not in (None, False, "", [], {}, _USUAL.get(key))
+            if value not in (None, False, "", [], {}, _USUAL_VALUES.get(key))
         }
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -205,8 +206,8 @@ def _gptq_options(settings: _Settings) -> dict[str, Any]:
 
 
 def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the sizes that are given; -1 and nothing mean one group of all inputs, which shapes
-    say too.
+    """Return the group sizes that are given; -1 and nothing mean one group of all inputs, which
+    shapes say too.
     """
     sizes = (int(group.get("group_size") or -1) for group in groups)
     return tuple(size for size in sizes if size > 0)

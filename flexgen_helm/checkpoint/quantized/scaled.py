@@ -22,7 +22,8 @@ class Scaling:
 
     scale: one for all; one for each of the leading indices or rows; or a grid over the last two
         dimensions.
-    block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
+    block: rows and columns that share a scale; None, or one that the scales' shape does not fit,
+        divides evenly.
     zero_point: of the scales' shape; None if all are zero.
     kind, shape: of the codes, where several are in a byte or word; see `scaled_format`.
     """
@@ -78,7 +79,14 @@ def scaled(matrix: QuantizedMatrix, name: str, scaling: Scaling) -> LogicalTenso
     planes = [scale_plane]
     if divisor is not None:  # one entry for all blocks
         divisor_plane = StoredPlane(
-            divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0
+            divisor.file,
+            divisor.offset,
+            row_bytes=4,
+            block_bytes=4,
+            rows_per_entry=rows,
+            blocks_per_entry=width // fmt.block_values,
+            matrix_rows=rows,
+            stored_rows_per_matrix=0,
         )
         planes = [divisor_plane, scale_plane]
     if zero_point is not None:
@@ -104,11 +112,14 @@ def _grid(
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
     """Return the scales' shape with as many dimensions as the tensor's, and the rows and columns
     that share a scale.
+
+    Raises `CheckpointError` if the scales do not fit the tensor.
     """
     scale_shape, sizes = scaling.scale.shape, shape[-2:]
     missing = len(shape) - len(scale_shape)
+    # Scales with fewer dimensions are those of rows or experts, which lack the last ones.
     grid = (1,) * len(shape) if prod(scale_shape) == 1 else (*scale_shape, *[1] * missing)
-    # One for each row, or for each expert; or a grid for each expert.
+    # Each matrix of a stack has its own, or all share them.
     fits = len(grid) == len(shape) and grid[:-2] in (shape[:-2], (1,) * len(shape[:-2]))
     fits = fits and (missing <= 0 or all(size in (1, full) for size, full in zip(grid, shape)))
     block = scaling.block
