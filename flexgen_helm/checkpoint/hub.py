@@ -27,9 +27,9 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import hub_conversion, is_conversion
-from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, UsageError
+from flexgen_helm.paths import read_state, update_state
 from flexgen_helm.progress import ProgressPhase, is_observed, watched
 
 _REVISIONS = "revisions.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from flexgen_helm.checkpoint.fingerprint import file_sha256, forget_hash
 from flexgen_helm.checkpoint.folder import CONFIG, SMALL_FILES, TOKENIZER_FILES, read_json
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.paths import state_dir
 
 MANIFEST = "flexgen_conversion.json"
 FORMAT = "flexgen_helm conversion 2"

@@ -113,10 +113,10 @@ def this_machine() -> MachineLimits:
     import torch.
     """
 
-    from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import load_saved
     from flexgen_helm.files import existing_folder
     from flexgen_helm.hardware.host_memory import host_memory
+    from flexgen_helm.paths import state_dir
     from flexgen_helm.planner.problem import without_margin
 
     folder = state_dir() / "offload"

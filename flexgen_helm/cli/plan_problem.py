@@ -149,7 +149,7 @@ def _beside_weights(problem: PlanningProblem, asked: PlanOptions) -> PlanningPro
 
 
 def _offload_folder(config: EngineConfig) -> Path:
-    from flexgen_helm.checkpoint.paths import state_dir
+    from flexgen_helm.paths import state_dir
 
     return state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
 

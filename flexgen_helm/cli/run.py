@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
@@ -40,9 +38,11 @@ from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import count, duration, read_object, require_writable
 from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.locks import sole_writer
+from flexgen_helm.paths import state_dir
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.run_entries import check_arguments, given_models
+from flexgen_helm.system_errors import GIVEN_FOLDERS
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession

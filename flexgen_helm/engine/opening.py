@@ -17,8 +17,6 @@ from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_generation_settings
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.concurrency import require_linux, stop_point
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import (
@@ -44,6 +42,7 @@ from flexgen_helm.offload.matrices import WeightsAtRest
 from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.paths import state_dir
 from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
@@ -51,6 +50,7 @@ from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
 from flexgen_helm.quant.precisions import Precision
+from flexgen_helm.system_errors import GIVEN_FOLDERS
 from flexgen_helm.tiers import TIERS, Tier
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer

@@ -40,8 +40,6 @@ import torch
 from torch import Tensor, nn
 
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
-from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.loop_attention import has_packed_steps
 from flexgen_helm.engine.opening import OpenedModel
@@ -56,6 +54,7 @@ from flexgen_helm.models.attention import AttentionConfig, additive_mask, attend
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, kind_text, miniatures
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.paths import read_state, state_dir, state_lock, update_state
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.quant.block_products import decode_into
@@ -65,6 +64,7 @@ from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scheduling.prepare import token_refusal
+from flexgen_helm.system_errors import system_error
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine

@@ -16,11 +16,11 @@ from typing import Any
 
 from helm.common.request import Request
 
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.engine.divergence import ComparedPrompts
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import count
+from flexgen_helm.paths import state_dir
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import (
     HelmRequest,

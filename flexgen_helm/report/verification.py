@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
-from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.errors import FlexgenError, RequestError, UsageError
 from flexgen_helm.files import size
 from flexgen_helm.request import Cost, GenerationRequest, GenerationResult
 from flexgen_helm.response_cache import decode_result, encode_result
+from flexgen_helm.system_errors import system_error
 
 T = TypeVar("T")
 CONFIDENCE = 0.95

@@ -184,9 +184,9 @@ def test_what_fits_is_said_in_words(capsys, monkeypatch):
 
 
 def test_a_gpu_counts_if_the_saved_profile_knows_it(monkeypatch, tmp_path):
-    from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import SavedProfile, save
     from flexgen_helm.hardware.profile import load_profile
+    from flexgen_helm.paths import state_dir
 
     assert models_command.this_machine().limits["gpu"] == 0
     profile = load_profile("t4")
