@@ -1,5 +1,8 @@
-"""Matrices that rest as published: rows of blocks, whose bytes may be in several stored tensors,
-and how they are gathered from there.
+"""Matrices that rest as published: in the quantized blocks of the model's own files, not expanded to
+16 bits.
+
+A row is a row of blocks. A block's codes, scales and zero points may be in several stored tensors,
+its planes, from which it is gathered.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from torch import Tensor
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.quant.formats import BlockFormat
 
-# Fills memory [count, row bytes] with blocks of rows from `start` on.
+# Fills memory [count, row bytes] with the blocks of as many rows, from row `start` on.
 FillRows = Callable[[int, Tensor], None]
 # Returns bytes of a file: so many, from an offset on.
 ReadBytes = Callable[[SourceFile, int, int], Tensor]
@@ -52,9 +55,10 @@ class StoredPlane:
 class PublishedTensor:
     """The rows of a stored tensor as blocks of a format.
 
-    planes: in the order in which a block has them; none where rows are columns in the file.
+    planes: in the order in which a block has them; none where `open_rows` makes the blocks.
     transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
-    open_rows: reads columns, and returns what makes blocks of rows.
+    open_rows: reads what all rows need, and returns what makes their blocks; for files that store
+        columns, or scales that are quantized too.
     """
 
     fmt: BlockFormat
@@ -82,7 +86,7 @@ def block_reader(published: PublishedTensor, title: str) -> FillRows:
     plane = published.planes[0]
     whole = StoredPlane(plane.file, plane.offset, plane.row_bytes, published.fmt.block_bytes)
 
-    def fill(start: int, out: Tensor) -> None:
+    def fill_rows(start: int, out: Tensor) -> None:
         if published.planes == (whole,):  # the file has whole blocks: no second copy
             plane.file.read_into(
                 out.view(-1).numpy().data, plane.offset + start * plane.row_bytes, title
@@ -91,7 +95,7 @@ def block_reader(published: PublishedTensor, title: str) -> FillRows:
         parts = [StoredRows(range(start, start + len(out)), published.planes)]
         read_blocks(parts, 0, out.view(len(out), -1, published.fmt.block_bytes), read)
 
-    return fill
+    return fill_rows
 
 
 def read_blocks(parts: Sequence[StoredRows], first: int, out: Tensor, read: ReadBytes) -> None:

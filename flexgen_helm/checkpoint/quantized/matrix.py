@@ -39,6 +39,7 @@ class QuantizedMatrix:
         return part
 
     def optional(self, *names: str) -> StoredTensor | None:
+        """Return the first tensor that exists of these, if any."""
         return next((self.stored[name] for name in names if name in self.stored), None)
 
     def zero_point(self, name: str) -> StoredTensor | None:
