@@ -130,6 +130,10 @@ class Checkpoint(ABC):
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
 
+    @property
+    def _matrices(self) -> list[str]:
+        return [name for name, shape in self.shapes.items() if len(shape) == 2]
+
     def packed_tiles(self, name: str, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
         """Yield the bytes of one of `formats`, flat, whole rows; about a tile at a time.
 
@@ -192,7 +196,7 @@ class Checkpoint(ABC):
         format, for which there is a compiled loop.
         """
         by_name = {}
-        for name in (name for name, shape in self.shapes.items() if len(shape) == 2):
+        for name in self._matrices:
             parts, transposed = self._stored_matrix(name)
             formats = {
                 published.fmt
@@ -212,9 +216,9 @@ class Checkpoint(ABC):
         parts, transposed = self._stored_matrix(name)
         if name in self.formats:
             return [
-                StoredRows(rows, p.planes)
+                StoredRows(rows, published.planes)
                 for stored, rows in parts
-                if (p := stored.published) and p.planes
+                if (published := stored.published) and published.planes
             ]
         size = self.storage_dtype.itemsize
         in_place = [
@@ -237,11 +241,9 @@ class Checkpoint(ABC):
         in 16 bits.
         """
         bytes_of: dict[str, tuple[int, int]] = {}
-        for name in (
-            name
-            for name, shape in self.shapes.items()
-            if len(shape) == 2 and name not in self.formats
-        ):
+        for name in self._matrices:
+            if name in self.formats:
+                continue
             parts = self._stored_matrix(name).parts
             elements = prod(self.shapes[name]) // max(1, len(parts))
             for stored, _ in parts:

@@ -247,8 +247,8 @@ def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
 
 @contextmanager
 def _progress_of(resolved: _Revision, patterns: Sequence[str]) -> Iterator[None]:
-    """Report how many bytes of a download are here; nothing if the hub did not answer. Its own bars
-    are hidden.
+    """Report how many bytes of a download are here; nothing if the hub did not answer. The bars of
+    `huggingface_hub` are hidden.
     """
     from huggingface_hub import constants, utils
     from huggingface_hub.file_download import repo_folder_name

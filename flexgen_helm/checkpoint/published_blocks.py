@@ -1,5 +1,5 @@
-"""Matrices that rest as published: in the quantized blocks of the model's own files, not expanded to
-16 bits.
+"""Matrices that rest as published: in the quantized blocks of the model's own files, not expanded
+to 16 bits.
 
 A row is a row of blocks. A block's codes, scales and zero points may be in several stored tensors,
 its planes, from which it is gathered.

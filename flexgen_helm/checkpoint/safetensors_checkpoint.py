@@ -62,9 +62,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self._match_tensors(architecture, tensors, path)
         if quantization is not None:
             self.formats = self._find_formats()
-        matrices = (name for name, shape in self.shapes.items() if len(shape) == 2)
         self.rows_are_gathered = bool(self.formats) or any(
-            len(self._stored_matrix(name).parts) > 1 for name in matrices
+            len(self._stored_matrix(name).parts) > 1 for name in self._matrices
         )
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by
