@@ -44,7 +44,8 @@ from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, w
 from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import StorageSizes, gather_bytes
+from flexgen_helm.planner.staging import gather_bytes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.formats import LAYOUT_VERSION, BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
