@@ -18,7 +18,7 @@ from typing import Any
 
 from flexgen_helm.benchmarks.common import report, script, summary, tokens_per_s
 from flexgen_helm.benchmarks.engine_task import alternate
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.cli.arguments import OutFile
 from flexgen_helm.engine.machine_profile import measured_profile
 from flexgen_helm.hardware.profile import HardwareProfile

@@ -29,10 +29,10 @@ from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import data_dir
 from flexgen_helm.checkpoint.suffixes import TEMPLATE_SUFFIXES
 from flexgen_helm.cli.arguments import OutFile
 from flexgen_helm.errors import UsageError
+from flexgen_helm.paths import data_dir
 from flexgen_helm.tokenizer.chat import ChatFormat, ChatOptions
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

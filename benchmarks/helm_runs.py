@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.benchmarks.process import log_tail, run_logged
-from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.paths import data_dir, state_dir
 from flexgen_helm.report.suite import SUITE_FILE
 
 # Parts of the names of statistics that are no scores: times, and what only our plugin writes.

@@ -23,7 +23,7 @@ from typing import Any
 from flexgen_helm.benchmarks import packed, peers
 from flexgen_helm.benchmarks.common import machine, report, run_row, script, summary
 from flexgen_helm.benchmarks.engine_task import alternate, block_bytes
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.cli.arguments import OutFile
 from flexgen_helm.engine.machine_profile import measured_profile
 

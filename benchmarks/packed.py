@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_helm.benchmarks.common import run_row
 from flexgen_helm.benchmarks.engine_task import alternate, block_bytes
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 
 if TYPE_CHECKING:
     from flexgen_helm.benchmarks.offload import Workload

@@ -21,7 +21,7 @@ from flexgen_helm.benchmarks.process import (
     in_own_process,
     memory_group,
 )
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 
 if TYPE_CHECKING:
     from flexgen_helm.benchmarks.offload import Workload

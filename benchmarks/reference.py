@@ -81,7 +81,7 @@ def _values(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     rows = checkpoint.shapes[name][0]
     values, order = (
         decode(torch.cat([*checkpoint.packed_tiles(name)]).view(rows, -1), fmt),
-        checkpoint.order(name),
+        checkpoint.row_order(name),
     )
     return values if order is None else values[order]
 

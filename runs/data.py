@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_helm.checkpoint.paths import data_dir
+from flexgen_helm.paths import data_dir
 
 LAMBADA, WIKITEXT = "lambada_openai_test.jsonl", "wikitext-2-raw-test.txt"
 VARIABLE = "FLEXGEN_HELM_DATA"

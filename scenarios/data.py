@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
-from flexgen_helm.checkpoint.paths import data_dir
 from flexgen_helm.errors import UsageError
+from flexgen_helm.paths import data_dir
 
 T = TypeVar("T")
 

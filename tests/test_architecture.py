@@ -23,7 +23,7 @@ ORDER = ["hardware", "kernels", "quant", "models", "checkpoint", "tokenizer", "p
 # Modules that must be usable without torch, so that planning and registration are quick.
 TORCH_FREE = [
     "flexgen_helm",
-    "flexgen_helm.checkpoint.names",
+    "flexgen_helm.checkpoint.planned_weights",
     "flexgen_helm.config",
     "flexgen_helm.distributed.ray_cluster",
     "flexgen_helm.cli",

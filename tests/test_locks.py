@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import pytest
 
 from flexgen_helm import cli, locks
-from flexgen_helm.checkpoint.paths import state_lock, update_state
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted, UsageError
 from flexgen_helm.files import append
 from flexgen_helm.locks import InUseError, locked, sole_writer, written_whole
+from flexgen_helm.paths import state_lock, update_state
 from flexgen_helm.progress import Message, observed_by
 from tests.helpers.paths import ROOT
 from tests.helpers.small_disks import read_only, small_disk

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.checkpoint.names import read_model_config
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+from flexgen_helm.checkpoint.logical_tensor import LogicalTensor
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.offload.matrices import OffloadedMatrix
 from flexgen_helm.offload.prefetcher import RingSlot, StreamedMatrix

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from math import prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -20,21 +19,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexgen_helm.checkpoint.matching import MatchedTensor
-from flexgen_helm.checkpoint.published import filler
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     MOST_THREADS,
     LogicalTensor,
     row_tiles,
 )
-from flexgen_helm.checkpoint.stored_tensors import FillRows, StoredPlane, StoredRows
+from flexgen_helm.checkpoint.matching import MatchedTensor
+from flexgen_helm.checkpoint.published_blocks import (
+    FillRows,
+    StoredPlane,
+    StoredRows,
+    block_reader,
+)
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
 from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.blocks import decode, has_non_finite, magnitude_bound
 from flexgen_helm.quant.formats import BlockFormat
+from flexgen_helm.quant.precisions import PublishedFormats
 
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16
 # at all. Values from 2^-17 on lose nothing, smaller ones at most 2^-25.
@@ -46,7 +50,11 @@ _SAVE_AS_BFLOAT16 = "use a copy of the model in bfloat16 (model.to(torch.bfloat1
 
 
 class StoredMatrix(NamedTuple):
-    """Where files have a matrix; parts: their rows, in order. transposed: they are [in, out]."""
+    """Where files have a matrix.
+
+    parts: stored tensors with their rows that are, one below the other, the matrix.
+    transposed: they are stored [in, out], and those rows are columns there.
+    """
 
     parts: list[tuple[LogicalTensor, range]]
     transposed: bool
@@ -113,9 +121,18 @@ class Checkpoint(ABC):
         return None
 
     @cached_property
+    def published_formats(self) -> PublishedFormats:
+        """`formats`, as a precision takes them."""
+        return PublishedFormats(self.formats, self.rows_are_gathered)
+
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Canonical name -> shape, in the order in which a forward pass uses them."""
         return tensor_shapes(self.config)
+
+    @property
+    def _matrices(self) -> list[str]:
+        return [name for name, shape in self.shapes.items() if len(shape) == 2]
 
     def packed_tiles(self, name: str, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
         """Yield the bytes of one of `formats`, flat, whole rows; about a tile at a time.
@@ -140,17 +157,18 @@ class Checkpoint(ABC):
         memory: Callable[[int, int], torch.Tensor],
         dtype: torch.dtype = torch.float32,
     ) -> Iterator[torch.Tensor]:
-        """Read tiles to memory of their rows [count, row bytes]."""
+        """Read tiles of whole rows; memory: makes room [count, row bytes] for rows from one on."""
         width, fmt, title = self.shapes[name][1], self.formats[name], self._title(name)
-        done = 0
+        done = 0  # rows of the matrix in the parts so far
         for stored, rows in self._stored_matrix(name).parts:
             assert stored.published is not None
-            fill = filler(stored.published, title)
+            fill = block_reader(stored.published, title)
 
+            # Defaults are of this part: threads read ahead while the loop goes on.
             def read(
                 tile: tuple[int, int], offset: int = done - rows.start, fill: FillRows = fill
             ) -> torch.Tensor:
-                first, count = tile
+                first, count = tile  # rows of the stored tensor
                 packed = memory(offset + first, count)
                 fill(first, packed)
                 if has_non_finite(packed, fmt):
@@ -173,10 +191,12 @@ class Checkpoint(ABC):
             return StoredMatrix([], False)
         return StoredMatrix([(tensor.stored, rows) for rows in tensor.rows], tensor.transposed)
 
-    def _published_formats(self) -> dict[str, BlockFormat]:
-        """Return the formats of the matrices that rest as published."""
+    def _find_formats(self) -> dict[str, BlockFormat]:
+        """Return the formats of the matrices that rest as published: all their parts are in one
+        format, for which there is a compiled loop.
+        """
         by_name = {}
-        for name in (name for name, shape in self.shapes.items() if len(shape) == 2):
+        for name in self._matrices:
             parts, transposed = self._stored_matrix(name)
             formats = {
                 published.fmt
@@ -196,9 +216,9 @@ class Checkpoint(ABC):
         parts, transposed = self._stored_matrix(name)
         if name in self.formats:
             return [
-                StoredRows(rows, p.planes)
+                StoredRows(rows, published.planes)
                 for stored, rows in parts
-                if (p := stored.published) and p.planes
+                if (published := stored.published) and published.planes
             ]
         size = self.storage_dtype.itemsize
         in_place = [
@@ -221,11 +241,9 @@ class Checkpoint(ABC):
         in 16 bits.
         """
         bytes_of: dict[str, tuple[int, int]] = {}
-        for name in (
-            name
-            for name, shape in self.shapes.items()
-            if len(shape) == 2 and name not in self.formats
-        ):
+        for name in self._matrices:
+            if name in self.formats:
+                continue
             parts = self._stored_matrix(name).parts
             elements = prod(self.shapes[name]) // max(1, len(parts))
             for stored, _ in parts:
@@ -238,7 +256,7 @@ class Checkpoint(ABC):
                     )
         return bytes_of
 
-    def order(self, name: str) -> torch.Tensor | None:
+    def row_order(self, name: str) -> torch.Tensor | None:
         """Return which row of the file is each row of one of `formats`; None where all are in
         order.
         """
@@ -354,13 +372,3 @@ class Checkpoint(ABC):
             raise self._type_error(
                 f"{self._title(name)} contains {largest:g}, too large for {dtype}"
             )
-
-
-def same_elements(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Whether two tensors of equal shape, given in tiles of equal sizes, have the same elements in
-    float32.
-    """
-    return all(
-        a is not None and b is not None and torch.equal(a.float(), b.float())
-        for a, b in zip_longest(first, second)
-    )

@@ -44,8 +44,6 @@ from flexgen_helm.checkpoint.manifest import (
 )
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, UnsafePickleError, UsageError
 from flexgen_helm.files import (
@@ -58,7 +56,9 @@ from flexgen_helm.files import (
 from flexgen_helm.locks import sole_writer
 from flexgen_helm.models.architectures.base import find_source
 from flexgen_helm.models.config import HEAD_MATRIX
+from flexgen_helm.paths import state_dir
 from flexgen_helm.progress import Message, ProgressPhase, report
+from flexgen_helm.system_errors import system_error
 from flexgen_helm.units import size
 
 # The first whose `weights_only` refuses every file known to get round it (CVE-2025-32434,

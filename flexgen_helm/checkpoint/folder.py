@@ -38,10 +38,11 @@ TOKENIZER_FILES = (
 SMALL_FILES = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
 # Of files that are read whole; the largest published tokenizer has 40 MB.
 _MAX_SMALL_FILE = 512 << 20
-# Each holds a vocabulary; a tokenizer needs one of them.
+# A tokenizer needs one of them.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
-# What trainers leave in the folder, pickled too, and macOS for every file ('._model.bin').
+# How names of pickled files begin that are no weights: what trainers leave in the folder, and macOS
+# for every file ('._model.bin').
 _NO_WEIGHTS = (".", "training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 
@@ -181,7 +182,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has {len(files)} safetensors files but no {INDEX} that orders them"
         )
     if pickle_names([file.name for file in folder.iterdir()]):
-        raise only_pickled_weights(str(folder), str(folder))
+        raise pickled_weights_error(str(folder), str(folder))
     raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
 
 
@@ -225,8 +226,8 @@ def read_index(index: Path, must_exist: bool = True) -> dict[str, str]:
 
 
 def pickle_names(names: Collection[str]) -> list[str]:
-    """Return which of a folder's file names hold pickled weights: the usual one, the index, or any
-    others.
+    """Return the names of a folder's files that hold pickled weights: the usual one, else the
+    index, else any others.
     """
     for usual in (PICKLE, PICKLE_INDEX):
         if usual in names:
@@ -235,7 +236,7 @@ def pickle_names(names: Collection[str]) -> list[str]:
     return sorted(name for name in pickles if not name.startswith(_NO_WEIGHTS))
 
 
-def only_pickled_weights(title: str, model: str) -> CheckpointError:
+def pickled_weights_error(title: str, model: str) -> CheckpointError:
     """Make the error for a model that needs converting; `model` is what the command takes."""
     return CheckpointError(
         f"{title} has only pickled weights, which are not loaded because they can run code; "
@@ -244,7 +245,10 @@ def only_pickled_weights(title: str, model: str) -> CheckpointError:
 
 
 def require_space(folder: Path, needed: int, subject: str, remedy: str) -> None:
-    """Raise `CheckpointError` if fewer than `needed` bytes are free. subject: 'the model takes'."""
+    """Raise `CheckpointError` if fewer than `needed` bytes are free.
+
+    subject, remedy: how the message begins ('the model takes') and ends.
+    """
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(

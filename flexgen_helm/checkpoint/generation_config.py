@@ -120,6 +120,7 @@ def read_generation_settings(folder: Path | None, choice: str = "auto") -> Gener
     else:
         path = folder / CONFIG
         content = read_json(path)
+        # A model of several parts has settings in the part that generates, if not above it.
         parts = (content.get(name) for name in ("decoder", "generator", "text_config"))
         nested: Any = next(filter(None, parts), {})
         if not isinstance(nested, Mapping):

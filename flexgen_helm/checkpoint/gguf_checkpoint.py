@@ -18,19 +18,15 @@ from flexgen_helm.checkpoint.fingerprint import content_fingerprint
 from flexgen_helm.checkpoint.folder import GENERATION_CONFIG, gguf_parts, model_config_from
 from flexgen_helm.checkpoint.generation_config import read_generation_settings
 from flexgen_helm.checkpoint.gguf_header import GgufHeader, read_gguf_header
-from flexgen_helm.checkpoint.matching import match_tensors
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     LogicalTensor,
     ReadRows,
     plain_tensor,
 )
-from flexgen_helm.checkpoint.stored_tensors import (
-    PublishedTensor,
-    StoredPlane,
-    StoredTensor,
-    join_headers,
-)
+from flexgen_helm.checkpoint.matching import match_tensors
+from flexgen_helm.checkpoint.published_blocks import PublishedTensor, StoredPlane
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor, join_headers
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config
@@ -42,7 +38,8 @@ _ROPE_FACTORS = {"llama": ("rope_freqs.weight", _SHORT_FACTORS), "phi3": (_SHORT
 # Stored beside them, for texts beyond the original context, which are refused.
 _LONG_FACTORS = "rope_factors_long.weight"
 _SAMPLING = "general.sampling."
-_OF_REQUESTS = (f"{_SAMPLING}temp", f"{_SAMPLING}top_p")
+# Settings of sampling that every request has itself.
+_REQUEST_SETTINGS = (f"{_SAMPLING}temp", f"{_SAMPLING}top_p")
 
 
 class GgufCheckpoint(Checkpoint):
@@ -52,32 +49,32 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         header = read_gguf_header(path)
-        name = str(header.metadata.get("general.architecture"))
-        _require_language_model(path, header, name)
+        architecture_name = str(header.metadata.get("general.architecture"))
+        _require_language_model(path, header, architecture_name)
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():
-            _require_whole(tensor)
+            _require_read_vector(tensor)
             _require_known_type(tensor)
-        architecture = architecture_of_gguf(name)
+        architecture = architecture_of_gguf(architecture_name)
         factor_names = _ROPE_FACTORS.get(architecture.name, ())
         factors = next((tensors[name] for name in factor_names if name in tensors), None)
         metadata = {
             **header.metadata,
             "tensor_names": frozenset(tensors),
-            "rope_factors": () if factors is None else tuple(_whole(factors).tolist()),
+            "rope_factors": () if factors is None else tuple(_read_vector(factors).tolist()),
         }
         read = architecture.read_gguf or architecture.read_config
         self.config = model_config_from(lambda content: read(gguf_config(content)), metadata, path)
         self.ignored_settings = {
             name: value
             for name, value in header.metadata.items()
-            if name.startswith(_SAMPLING) and name not in _OF_REQUESTS
+            if name.startswith(_SAMPLING) and name not in _REQUEST_SETTINGS
         }
         if (path.parent / GENERATION_CONFIG).is_file():
             self.ignored_settings |= read_generation_settings(path.parent, "ignore").ignored
         self.tokenizer_path = path if "tokenizer.ggml.tokens" in metadata else None
         logical = {
-            name: _logical_tensor(tensor, tensors.get(_scale_of(name)))
+            name: _logical_tensor(tensor, tensors.get(f"{name.removesuffix('.weight')}.scale"))
             for name, tensor in tensors.items()
         }
         self._tensors = match_tensors(self.config, architecture.gguf_tensors, logical, path)
@@ -85,7 +82,7 @@ class GgufCheckpoint(Checkpoint):
         if factors is not None:
             used |= {*factor_names, _LONG_FACTORS}
         _require_all_used(path, tensors.keys() - used)
-        self.formats = self._published_formats()
+        self.formats = self._find_formats()
         types = {
             name: "" if name in self.formats else matched.stored.dtype
             for name, matched in self._tensors.items()
@@ -100,10 +97,10 @@ class GgufCheckpoint(Checkpoint):
         return self._tensors[name].stored.tiles(self._tensors[name].rows)
 
     def _reordering(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        order = self.order(name)
+        order = self.row_order(name)
         return None if order is None else lambda tensor: tensor[order]
 
-    def order(self, name: str) -> torch.Tensor | None:
+    def row_order(self, name: str) -> torch.Tensor | None:
         """GGUF's Llama interleaves the two halves of each head's rotary rows; separate them
         again.
         """
@@ -123,7 +120,7 @@ def _require_language_model(path: Path, header: GgufHeader, architecture: str) -
         )
 
 
-def _require_whole(tensor: StoredTensor) -> None:
+def _require_read_vector(tensor: StoredTensor) -> None:
     if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
         raise CheckpointError(
             f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor "
@@ -171,10 +168,6 @@ def _require_known_type(tensor: StoredTensor) -> None:
         ) from None
 
 
-def _scale_of(name: str) -> str:
-    return f"{name.removesuffix('.weight')}.scale"
-
-
 def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None = None) -> LogicalTensor:
     """Return a tensor as it is, in blocks, or dequantized; scale: of the whole matrix, or one for
     each expert.
@@ -192,7 +185,7 @@ def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None = None) -> 
     unscaled, num_rows = tensor, tensor.num_rows
 
     def read() -> ReadRows:
-        scales, rows = _whole(scale), unscaled.reader()
+        scales, rows = _read_vector(scale), unscaled.reader()
         # One scale for all rows of a tile: a tile is of one expert, since each expert is read by
         # itself.
         return lambda start, count: (
@@ -202,8 +195,8 @@ def _logical_tensor(stored: StoredTensor, scale: StoredTensor | None = None) -> 
     return replace(tensor, parts=(stored, scale), published=None, read=read)
 
 
-def _whole(stored: StoredTensor) -> torch.Tensor:
-    """Return a vector."""
+def _read_vector(stored: StoredTensor) -> torch.Tensor:
+    """Return a whole vector in float32."""
     tensor = _logical_tensor(stored)
     return torch.cat([*tensor.tiles([range(tensor.num_rows)])]).float()
 

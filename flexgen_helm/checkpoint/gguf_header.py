@@ -102,16 +102,16 @@ class _HeaderParser:
             raise ValueError(f"its alignment is {alignment!r}")
         data_start = -(-self._position // alignment) * alignment
         tensors = {}
-        for name, number, shape, offset in table:
+        for name, type_number, shape, offset in table:
             if name in tensors:
                 raise ValueError(f"it has two tensors named {name}")
-            if number not in _TYPE_NUMBERS:
+            if type_number not in _TYPE_NUMBERS:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name} has the type {number}, newer than the installed "
-                    f"gguf package {version('gguf')}: pip install -U gguf, or quantize the model "
-                    "to another type"
+                    f"{file.path}: tensor {name} has the type {type_number}, newer than the "
+                    f"installed gguf package {version('gguf')}: pip install -U gguf, or quantize "
+                    "the model to another type"
                 )
-            kind = GGMLQuantizationType(number)
+            kind = GGMLQuantizationType(type_number)
             block, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % block:
                 raise ValueError(
@@ -122,13 +122,16 @@ class _HeaderParser:
         return GgufHeader(file, metadata, tensors)
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
+        """Return a tensor's name, the number of its type, its shape, rows first, and its offset in
+        the data.
+        """
         name = self._string()
         (num_dims,) = self._unpack("I")
         if not 1 <= num_dims <= 4:
             raise ValueError(f"tensor {name} has {num_dims} dimensions")
         shape = self._unpack(f"{num_dims}Q")[::-1]
-        number, offset = self._unpack("IQ")
-        return name, number, shape, offset
+        type_number, offset = self._unpack("IQ")
+        return name, type_number, shape, offset
 
     def _unpack(self, fmt: str) -> tuple[Any, ...]:
         layout = struct.Struct("<" + fmt)

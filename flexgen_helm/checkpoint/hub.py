@@ -18,8 +18,8 @@ from flexgen_helm.checkpoint.folder import (
     PICKLE_INDEX,
     SMALL_FILES,
     deciding_files,
-    only_pickled_weights,
     pickle_names,
+    pickled_weights_error,
     read_config,
     read_index,
     read_json,
@@ -27,9 +27,9 @@ from flexgen_helm.checkpoint.folder import (
     weight_files,
 )
 from flexgen_helm.checkpoint.manifest import hub_conversion, is_conversion
-from flexgen_helm.checkpoint.paths import read_state, update_state
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import CheckpointError, UsageError
+from flexgen_helm.paths import read_state, update_state
 from flexgen_helm.progress import ProgressPhase, is_observed, watched
 
 _REVISIONS = "revisions.json"
@@ -78,7 +78,7 @@ def fetch_snapshot(repo: str, revision: str | None) -> Path:
         if not resolved.why_local:
             if not any(name.endswith(".safetensors") for name in resolved.files):
                 if pickle_names(resolved.files):
-                    raise only_pickled_weights(repo, repo.replace("/", "--"))
+                    raise pickled_weights_error(repo, repo.replace("/", "--"))
                 raise CheckpointError(f"{repo} has no safetensors weights")
             # refuses what cannot be read before the weights come
             read_config(_download(resolved, SMALL_FILES))
@@ -247,8 +247,8 @@ def _download(resolved: _Revision, patterns: Sequence[str]) -> Path:
 
 @contextmanager
 def _progress_of(resolved: _Revision, patterns: Sequence[str]) -> Iterator[None]:
-    """Report how many bytes of a download are here; nothing if the hub did not answer. Its own bars
-    are hidden.
+    """Report how many bytes of a download are here; nothing if the hub did not answer. The bars of
+    `huggingface_hub` are hidden.
     """
     from huggingface_hub import constants, utils
     from huggingface_hub.file_download import repo_folder_name

@@ -1,4 +1,6 @@
-"""Names of the catalog's models and the user's, and what is said of a name of none. No torch."""
+"""Names of the catalog's models and the user's, and what is said of a name that is neither. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,6 @@ def read_user_models() -> dict[str, dict[str, Any]]:
     return models
 
 
-def user_names() -> list[str]:
-    """Return the names in the file that `FLEXGEN_HELM_MODELS` names."""
-    return list(read_user_models())
-
-
 def known_names() -> dict[str, str]:
     """Return all aliases of catalog and user models: alias -> name."""
     aliases = {name: name for name in [*read_user_models(), *CATALOG]}
@@ -76,8 +73,8 @@ def known_names() -> dict[str, str]:
 
 
 def original_of(name: str) -> str | None:
-    """Return the catalog's name of the model that `name`, of a quantized one or of its file, is
-    made of, if any.
+    """Return the catalog model that was quantized, from the quantized one's name or file name; None
+    if that does not tell.
     """
     known = {alias.lower(): model for alias, model in known_names().items()}
     base = re.split(r"/|--", name.partition("@")[0].removesuffix(".gguf").lower())[-1]
@@ -97,13 +94,18 @@ def close_names(name: str) -> list[str]:
     return list(dict.fromkeys(aliases[alias] for alias in closest(name, candidates, count=9)))[:3]
 
 
-def no_such_path(path: str) -> str:
+def no_such_path_message(path: str) -> str:
+    """Return what is said of a path without a model."""
     return f"there is no model file or folder {path}; {_KINDS_OF_NAMES}"
 
 
-def unknown_model(name: str, template: bool | None, precision: str) -> str:
+def unknown_model_message(name: str, template: bool | None, precision: str) -> str:
+    """Return what is said of a name that means no model, with the names that it may be meant for.
+
+    template, precision: what its suffixes said; the names that are offered get them too.
+    """
     if name.endswith((".gguf", ".safetensors")) or name.startswith((".", "/", "~")):
-        return no_such_path(name)
+        return no_such_path_message(name)
     unknown = f"model {name!r} is not known"
     ending = _FOREIGN_PRECISION.search(name)
     if ending is not None and (base := name[: ending.start()]) in known_names():

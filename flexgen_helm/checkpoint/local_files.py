@@ -24,9 +24,9 @@ from flexgen_helm.checkpoint.folder import (
 from flexgen_helm.checkpoint.hub import cached_snapshot
 from flexgen_helm.checkpoint.manifest import Manifest, conversion_of, is_conversion
 from flexgen_helm.checkpoint.names import ResolvedModel
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.quantized.config import read_quantization
 from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
+from flexgen_helm.paths import state_dir
 
 
 def local_weights(model: ResolvedModel) -> Path | None:

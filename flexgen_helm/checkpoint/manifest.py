@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen_helm.checkpoint.fingerprint import file_sha256, forget
+from flexgen_helm.checkpoint.fingerprint import file_sha256, forget_hash
 from flexgen_helm.checkpoint.folder import CONFIG, SMALL_FILES, TOKENIZER_FILES, read_json
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.paths import state_dir
 
 MANIFEST = "flexgen_conversion.json"
 FORMAT = "flexgen_helm conversion 2"
@@ -162,7 +162,7 @@ def verify_conversion(folder: Path, files: Iterable[Path], *, hash_again: bool =
         if path.name not in expected:
             raise CheckpointError(f"{folder / MANIFEST} lacks the file {path.name}")
         if hash_again:
-            forget(path)
+            forget_hash(path)
         if (digest := file_sha256(path)) != expected[path.name]:
             raise CheckpointError(
                 f"{path} is damaged: its SHA-256 is {digest[:16]}…, but {MANIFEST} says "

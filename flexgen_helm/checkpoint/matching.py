@@ -13,7 +13,7 @@ from flexgen_helm.models.architectures.base import TensorSource, find_source, se
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 
 if TYPE_CHECKING:
-    from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor
+    from flexgen_helm.checkpoint.logical_tensor import LogicalTensor
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""What a model name means: the catalog, the hub, a folder, a file, or a name of the user's own.
-
-Also what plans read of that model: its config, and the formats of its weights. No torch.
+"""What a model name means: the catalog, the hub, a folder, a file, or a name of the user's own. No
+torch.
 """
 
 from __future__ import annotations
@@ -12,15 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry, HalfType
-from flexgen_helm.checkpoint.folder import CONFIG, folder_of, read_config, read_json
-from flexgen_helm.checkpoint.known_names import read_user_models, unknown_model
-from flexgen_helm.checkpoint.quantized.config import Quantization, read_quantization
-from flexgen_helm.checkpoint.quantized.planned_formats import planned_formats
+from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL, CatalogEntry
+from flexgen_helm.checkpoint.known_names import read_user_models, unknown_model_message
 from flexgen_helm.checkpoint.suffixes import PREFIX, is_hub_name, split_precision, split_template
-from flexgen_helm.errors import UnknownModelError, UsageError
-from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.quant.precisions import Precision, PublishedFormats, precision_named
+from flexgen_helm.errors import UnknownModelError
 
 Kind = Literal["wheel", "hub", "folder", "gguf", "unpublished"]
 
@@ -94,13 +88,17 @@ class ResolvedModel:
         return [re.split(r"/|--", name.lower())[-1] for name in names]
 
 
-def resolve(name: str | os.PathLike[str], revision: str | None = None) -> ResolvedModel:
-    """Find out what a name means, without the network.
+def resolve(
+    name: str | os.PathLike[str] | ResolvedModel, revision: str | None = None
+) -> ResolvedModel:
+    """Find out what a name means, without the network; what is resolved already stays as it is.
 
     A name that exists as a whole (in the user's models file, in the catalog, on disk) wins over the
     same name split into base and suffixes. `revision` wins over the models file's. Raises
     `UnknownModelError` with the closest names, `UsageError` if the models file cannot be used.
     """
+    if isinstance(name, ResolvedModel):
+        return name
     text = os.fspath(name).removeprefix(PREFIX)
     user_models = read_user_models()
     without_precision, precision = split_precision(text)
@@ -129,93 +127,16 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Resolv
             entry=next((entry for entry in CATALOG.values() if entry.hub_repo == repo), None),
             apply_chat_template=template,
         )
-    raise UnknownModelError(unknown_model(without_suffixes, template, precision))
-
-
-def read_model_config(
-    model: str | os.PathLike[str] | ResolvedModel,
-) -> tuple[ModelConfig, HalfType]:
-    """Return the model config, and the type in which the weights are stored, without weights: what
-    a plan needs.
-
-    Of a .gguf file it is what the header says. Never asks the network.
-    Raises `UsageError` for a model that is neither in the catalog nor on this machine.
-    """
-    resolved = model if isinstance(model, ResolvedModel) else resolve(model)
-    if resolved.entry is not None:
-        return resolved.entry.config, resolved.entry.default_dtype
-    path = resolved.path
-    if resolved.hub_repo is not None:
-        from flexgen_helm.checkpoint.hub import cached_snapshot
-
-        path = cached_snapshot(resolved.hub_repo, resolved.revision)
-    if path is None:
-        remedy = (
-            f"run: flexgen-helm fetch {resolved.hub_repo}"
-            if resolved.hub_repo
-            else "name a model that is here"
-        )
-        raise UsageError(
-            f"neither the catalog nor this machine has the sizes of {resolved.name}; {remedy}"
-        )
-    if resolved.kind == "gguf":
-        # Imported late: torch and the gguf package take a second.
-        from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
-
-        checkpoint = GgufCheckpoint(path)
-        return checkpoint.config, _half_type(str(checkpoint.storage_dtype))
-    _, config, content = read_config(folder_of(path))
-    return config, _half_type(content.get("dtype") or content.get("torch_dtype"))
-
-
-def _half_type(dtype: object) -> HalfType:
-    return "bfloat16" if dtype in ("bfloat16", "torch.bfloat16") else "float16"
-
-
-def planned_precision(model: str | os.PathLike[str] | ResolvedModel, precision: str) -> Precision:
-    """Return a precision by its name, with the formats of the matrices that rest as they are
-    published.
-
-    Those of a .gguf file are its own, those of other models what `quantization_config` says of all.
-    Raises `UsageError` for an unknown precision.
-    """
-    resolved = model if isinstance(model, ResolvedModel) else resolve(model)
-    named = precision_named(precision)
-    if resolved.kind == "gguf" and resolved.path is not None:
-        from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
-
-        return replace(named, published=PublishedFormats(GgufCheckpoint(resolved.path).formats))
-    quantization = _quantization(resolved)
-    if quantization is None:
-        return named
-    return replace(named, published=planned_formats(read_model_config(resolved)[0], quantization))
-
-
-def quantized_by(model: str | os.PathLike[str]) -> str | None:
-    """Return the method by which a catalog model's or a local folder's weights are quantized; None
-    for all others.
-    """
-    quantization = _quantization(resolve(model))
-    return None if quantization is None else quantization.method
-
-
-def _quantization(resolved: ResolvedModel) -> Quantization | None:
-    path = Path(CONFIG)
-    if resolved.entry is not None:
-        content = resolved.entry.published
-    elif resolved.path is not None and resolved.kind == "folder":
-        path = folder_of(resolved.path) / CONFIG
-        content = read_json(path)
-    else:
-        return None
-    return read_quantization(content, path)
+    raise UnknownModelError(unknown_model_message(without_suffixes, template, precision))
 
 
 def find_known(name: str, precision: str, revision: str | None = None) -> ResolvedModel | None:
     """Look a name up in the catalog and on disk."""
     if (entry := CATALOG.get(name)) is not None:
         kind: Kind = "hub" if entry.hub_repo else "wheel" if name == WHEEL_MODEL else "unpublished"
-        return ResolvedModel(name, precision, kind, None, entry.hub_repo, revision, entry)
+        return ResolvedModel(
+            name, precision, kind, hub_repo=entry.hub_repo, revision=revision, entry=entry
+        )
     if not name:
         return None  # as a path it would be the current folder
     path = Path(name).expanduser()

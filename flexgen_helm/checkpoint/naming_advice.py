@@ -11,7 +11,7 @@ import yaml
 
 from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.checkpoint.folder import folder_of, read_config
-from flexgen_helm.checkpoint.known_names import no_such_path, read_user_models
+from flexgen_helm.checkpoint.known_names import no_such_path_message, read_user_models
 from flexgen_helm.checkpoint.names import find_known
 from flexgen_helm.checkpoint.suffixes import PREFIX, split_precision, with_suffixes
 from flexgen_helm.errors import UnknownModelError
@@ -26,7 +26,7 @@ def naming_advice(path: str) -> str:
     """
     model = find_known(path, "fp16") or find_known(*split_precision(path))
     if model is None or model.path is None:
-        raise UnknownModelError(no_such_path(path))
+        raise UnknownModelError(no_such_path_message(path))
     if model.kind == "folder":
         read_config(folder_of(model.path))  # refuses what is no model
     full, user_models = model.path.absolute(), read_user_models()

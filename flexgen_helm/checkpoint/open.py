@@ -13,7 +13,8 @@ from flexgen_helm.checkpoint.dummy_checkpoint import DummyCheckpoint
 from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import folder_of, read_config, tokenizer_folder
 from flexgen_helm.checkpoint.local_files import origin_of, snapshot_fingerprint_of
-from flexgen_helm.checkpoint.names import ResolvedModel, read_model_config, resolve
+from flexgen_helm.checkpoint.names import ResolvedModel, resolve
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
@@ -34,9 +35,7 @@ def open_checkpoint(
     Raises `UnknownModelError`, `UnsupportedArchitectureError` or `CheckpointError`, each naming
     problem and remedy.
     """
-    resolved = (
-        name_or_path if isinstance(name_or_path, ResolvedModel) else resolve(name_or_path, revision)
-    )
+    resolved = resolve(name_or_path, revision)
     if weights == "dummy":
         checkpoint: Checkpoint = _dummy(resolved, seed)
         checkpoint.origin = f"dummy weights of {resolved.name}, seed {seed}"
@@ -77,6 +76,6 @@ def open_as(kind: type[ModelConfig], path: Path, fingerprint: str | None = None)
     if not issubclass(kind, TransformersConfig):
         return SafetensorsCheckpoint(path, fingerprint)
     # Imported late: transformers takes seconds and 80 MB.
-    from flexgen_helm.checkpoint.state_dict import StateDictCheckpoint
+    from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint
 
     return StateDictCheckpoint(path, fingerprint)

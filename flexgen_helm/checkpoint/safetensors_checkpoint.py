@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.checkpoint import Checkpoint, same_elements
+from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.fingerprint import check_blobs, content_fingerprint
 from flexgen_helm.checkpoint.folder import (
     CONFIG,
@@ -21,14 +22,14 @@ from flexgen_helm.checkpoint.folder import (
     tokenizer_folder,
     weight_files,
 )
-from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
-from flexgen_helm.checkpoint.matching import find_stored, match_tensors
-from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     LogicalTensor,
 )
-from flexgen_helm.checkpoint.quantized.view import logical_tensors
+from flexgen_helm.checkpoint.manifest import is_conversion, verify_conversion
+from flexgen_helm.checkpoint.matching import find_stored, match_tensors
+from flexgen_helm.checkpoint.quantized.config import read_quantization
+from flexgen_helm.checkpoint.quantized.readers import logical_tensors
 from flexgen_helm.checkpoint.stored_tensors import join_headers, read_header
 from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError
@@ -60,10 +61,9 @@ class SafetensorsCheckpoint(Checkpoint):
         tensors = logical_tensors(stored, quantization, path)
         self._match_tensors(architecture, tensors, path)
         if quantization is not None:
-            self.formats = self._published_formats()
-        matrices = (name for name, shape in self.shapes.items() if len(shape) == 2)
+            self.formats = self._find_formats()
         self.rows_are_gathered = bool(self.formats) or any(
-            len(self._stored_matrix(name).parts) > 1 for name in matrices
+            len(self._stored_matrix(name).parts) > 1 for name in self._matrices
         )
 
     # `StateDictCheckpoint` reads the config for modules of `transformers`, and finds tensors by
@@ -100,13 +100,16 @@ class SafetensorsCheckpoint(Checkpoint):
     def _untie_if_different(
         self, head: Iterator[torch.Tensor], table: Iterator[torch.Tensor]
     ) -> None:
-        """Give the model a head if that of the files differs from the embedding table.
+        """Give the model a head of its own if that of the files differs from the embedding table.
 
         So does `transformers`, whatever `tie_word_embeddings` says: fine-tunes that trained their
         head leave it true.
         head, table: tiles, which are read up to the first difference.
         """
-        if self.config.tied_head and not same_elements(head, table):
+        if self.config.tied_head and not all(
+            a is not None and b is not None and torch.equal(a.float(), b.float())
+            for a, b in zip_longest(head, table)
+        ):
             self.config = replace(self.config, tied_head=False)
 
     @cached_property

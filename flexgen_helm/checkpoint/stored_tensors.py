@@ -1,22 +1,14 @@
-"""Tensors as files have them: their headers, and the planes of published blocks. No torch."""
+"""Tensors as files have them: name, type, shape, and where their bytes are. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import BlockFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# Fills memory [count, row bytes] with blocks of rows from `start` on.
-FillRows = Callable[[int, "Tensor"], None]
 
 
 @dataclass(frozen=True)
@@ -95,55 +87,3 @@ def join_headers(headers: Iterable[Mapping[str, StoredTensor]]) -> dict[str, Sto
             )
         tensors |= header
     return tensors
-
-
-@dataclass(frozen=True)
-class StoredPlane:
-    """What the blocks of matrices have in one stored tensor: their codes, their scales, or all.
-
-    An entry is what a block has there, such as the scale of its values. Several blocks may have the
-    same one. By default every block has an entry. Row r of the matrices, one below the other, is in
-    the stored row
-
-        r // matrix_rows * stored_rows_per_matrix + r % matrix_rows // rows_per_entry
-
-    offset: where the tensor begins in the file.
-    row_bytes: of a stored row.
-    block_bytes: of an entry.
-    rows_per_entry, blocks_per_entry: neighbouring rows of a matrix, and neighbouring blocks of a
-        row, that have the same entries.
-    matrix_rows: of each matrix.
-    stored_rows_per_matrix: 0 if all matrices have the same entries.
-    """
-
-    file: SourceFile
-    offset: int
-    row_bytes: int
-    block_bytes: int
-    rows_per_entry: int = 1
-    blocks_per_entry: int = 1
-    matrix_rows: int = 1
-    stored_rows_per_matrix: int = 1
-
-
-@dataclass(frozen=True)
-class PublishedTensor:
-    """The rows of a stored tensor as blocks of a format.
-
-    planes: in the order in which a block has them; none where rows are columns in the file.
-    transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
-    open_rows: reads columns, and returns what makes blocks of rows.
-    """
-
-    fmt: BlockFormat
-    planes: tuple[StoredPlane, ...] = ()
-    transposed: bool = False
-    open_rows: Callable[[], FillRows] | None = None
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """Rows of a stored tensor that are the next ones of a matrix."""
-
-    rows: range
-    planes: tuple[StoredPlane, ...]

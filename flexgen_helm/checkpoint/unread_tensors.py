@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from flexgen_helm.checkpoint.quantized.logical_tensor import FLOAT_TYPES, LogicalTensor
+from flexgen_helm.checkpoint.logical_tensor import FLOAT_TYPES, LogicalTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.progress import Message, report
 

@@ -18,12 +18,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from flexgen_helm.checkpoint.system_errors import explain, system_error
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.pipeline_rank import as_rank, follow_rank_0
 from flexgen_helm.errors import FlexgenError, Interrupted
 from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.service import process
+from flexgen_helm.system_errors import explain, system_error
 
 # Commands that continue from the cache when repeated; `run` says so itself.
 _RESUMABLE = {"batch", "divergence", "lm-eval"}

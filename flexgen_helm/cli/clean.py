@@ -16,11 +16,11 @@ from typing import Annotated
 import psutil
 import typer
 
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.cli.arguments import JsonFlag
 from flexgen_helm.cli.console import output, print_json, print_rows, say
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.locks import InUseError, locked
+from flexgen_helm.paths import state_dir
 from flexgen_helm.units import count, size
 
 _DAY_S = 86_400.0

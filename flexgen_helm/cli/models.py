@@ -113,10 +113,10 @@ def this_machine() -> MachineLimits:
     import torch.
     """
 
-    from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import load_saved
     from flexgen_helm.files import existing_folder
     from flexgen_helm.hardware.host_memory import host_memory
+    from flexgen_helm.paths import state_dir
     from flexgen_helm.tiers import without_margin
 
     folder = state_dir() / "offload"
@@ -144,11 +144,11 @@ def list_models(machine: MachineLimits, pattern: str = "") -> list[Row]:
         `[]`.
     """
     from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
-    from flexgen_helm.checkpoint.known_names import user_names
+    from flexgen_helm.checkpoint.known_names import read_user_models
 
     rows = (
         _row(name, machine, pattern.lower())
-        for name in dict.fromkeys([*user_names(), WHEEL_MODEL, *CATALOG])
+        for name in dict.fromkeys([*read_user_models(), WHEEL_MODEL, *CATALOG])
     )
     return [row for row in rows if row is not None]
 
@@ -157,7 +157,8 @@ def _row(name: str, machine: MachineLimits, pattern: str) -> Row | None:
     """Return the row of a model, None if the pattern does not match."""
     from flexgen_helm.checkpoint.fetch import GGUF_SIZE
     from flexgen_helm.checkpoint.local_files import local_weights
-    from flexgen_helm.checkpoint.names import planned_precision, read_model_config, resolve
+    from flexgen_helm.checkpoint.names import resolve
+    from flexgen_helm.checkpoint.planned_weights import planned_precision, read_model_config
     from flexgen_helm.planner.fit import fit, weight_bytes
 
     model, config, is_here = None, None, None
@@ -241,11 +242,11 @@ def fetch(
 
     path = obtain(model, revision)
     if verify:
-        from flexgen_helm.checkpoint.fingerprint import forget
+        from flexgen_helm.checkpoint.fingerprint import forget_hash
         from flexgen_helm.checkpoint.open import open_checkpoint
 
         if path.is_file():
-            forget(path)  # the embedded model's hash is remembered when it is fetched
+            forget_hash(path)  # the embedded model's hash is remembered when it is fetched
         checkpoint = open_checkpoint(model, revision=revision)
         checkpoint.verify()
         say(f"{len(checkpoint.shapes)} tensors of {checkpoint.origin} are intact")

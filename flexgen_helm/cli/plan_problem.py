@@ -75,7 +75,7 @@ def problem_for(
     options: PlanOptions, prompt_len: int = 1, gen_len: int = 1, num_seqs: int | None = None
 ) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
-    from flexgen_helm.checkpoint.names import planned_precision, read_model_config
+    from flexgen_helm.checkpoint.planned_weights import planned_precision, read_model_config
     from flexgen_helm.hardware.device_profile import profile_for_device
     from flexgen_helm.hardware.profile import MEASURED
     from flexgen_helm.planner.plan import planning_problem
@@ -147,7 +147,7 @@ def _beside_weights(problem: PlanningProblem, options: PlanOptions) -> PlanningP
 
 
 def _offload_folder(config: EngineConfig) -> Path:
-    from flexgen_helm.checkpoint.paths import state_dir
+    from flexgen_helm.paths import state_dir
 
     return state_dir() / "offload" if config.offload_dir is None else Path(config.offload_dir)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def print_stored_type(model: str, problem: PlanningProblem) -> None:
     """Say what becomes of weights that are published in another type than 16 bits."""
-    from flexgen_helm.checkpoint.names import quantized_by
+    from flexgen_helm.checkpoint.planned_weights import quantized_by
 
     if not (method := quantized_by(model)):
         return

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.cli.arguments import (
     DEFAULT_OUTPUT,
     Hours,
@@ -41,9 +39,11 @@ from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import read_object, require_writable
 from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.locks import sole_writer
+from flexgen_helm.paths import state_dir
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.run_entries import check_entries_of_flags, models_of_flags
+from flexgen_helm.system_errors import GIVEN_FOLDERS
 from flexgen_helm.units import count, duration
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
     )
     if config.limits.cpu is None or config.fixed_policy is not None or not is_cpu:
         return
-    from flexgen_helm.checkpoint.names import planned_precision, read_model_config
+    from flexgen_helm.checkpoint.planned_weights import planned_precision, read_model_config
     from flexgen_helm.planner.least_memory import least_limit, require_least_memory
     from flexgen_helm.planner.machine import Machine
     from flexgen_helm.planner.storage_sizes import StorageSizes

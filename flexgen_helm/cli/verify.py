@@ -306,7 +306,7 @@ def _find_model(
             revision = commit[2]
             resolved = replace(resolved, revision=revision)
         is_known = resolved.path is None or not {name, suffixes.base_name(name)}.isdisjoint(
-            known_names.user_names()
+            known_names.read_user_models()
         )
         if is_bundle and not (is_known and local_weights(resolved)):
             raise UsageError(

@@ -284,9 +284,9 @@ def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:
     """Return the options with a share of the machine's memory and disk where no limit is given."""
     if share >= 1:
         return config
-    from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.placing import tier_capacities
     from flexgen_helm.hardware.host_memory import host_memory
+    from flexgen_helm.paths import state_dir
     from flexgen_helm.tiers import without_margin
 
     folder = Path(config.offload_dir) if config.offload_dir is not None else state_dir() / "offload"

@@ -30,7 +30,7 @@ from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.transformers_backend.decoder import LayerDecoder, decoder_of
 from flexgen_helm.offload.copy_engine import CopyEngine
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report
-from flexgen_helm.quant.precisions import Precision, PublishedFormats
+from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.tiers import Tier
 from flexgen_helm.tokenizer.chat import ChatFormat, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
@@ -82,15 +82,10 @@ class OpenedModel:
         vocab_size = self.checkpoint.config.vocab_size
         return LogitsProcessors(self.generation, self.eos_ids, vocab_size, self.device)
 
-    @cached_property
-    def published(self) -> PublishedFormats:
-        """The formats of matrices that the checkpoint has in fewer than 16 bits."""
-        return PublishedFormats(self.checkpoint.formats, self.checkpoint.rows_are_gathered)
-
     @property
     def precision(self) -> Precision:
         """As chosen, with what the checkpoint has in fewer bits."""
-        return replace(self.options.chosen_precision, published=self.published)
+        return replace(self.options.chosen_precision, published=self.checkpoint.published_formats)
 
     @property
     def compute_tier(self) -> Tier:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import dtype_name
 from flexgen_helm.engine.machine_profile import EngineProfile
@@ -32,6 +30,7 @@ from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
 from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
+from flexgen_helm.paths import state_dir
 from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
@@ -39,6 +38,7 @@ from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
+from flexgen_helm.system_errors import GIVEN_FOLDERS
 from flexgen_helm.tiers import TIERS, MemoryLimits, Tier, limit_flag, without_margin
 from flexgen_helm.units import exact_size, size
 

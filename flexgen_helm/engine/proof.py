@@ -30,8 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_helm.checkpoint.paths import read_state, state_dir, state_lock, update_state
-from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.engine.small_model import (
     FOLDER_PREFIX,
@@ -44,7 +42,9 @@ from flexgen_helm.errors import Interrupted, UnprovedModelError
 from flexgen_helm.identity import own_digest
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import kind_text
+from flexgen_helm.paths import read_state, state_dir, state_lock, update_state
 from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.system_errors import system_error
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine

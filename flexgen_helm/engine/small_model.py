@@ -23,8 +23,6 @@ import torch
 from torch import nn
 
 from flexgen_helm.checkpoint.open import open_as
-from flexgen_helm.checkpoint.paths import state_dir
-from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.kernel_checks import compare_kernels, largest_magnitude
 from flexgen_helm.engine.opening import OpenedModel
@@ -33,10 +31,12 @@ from flexgen_helm.errors import FlexgenError
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.miniature import MAX_WEIGHTS, VOCABULARY, WINDOW, miniatures
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
+from flexgen_helm.paths import state_dir
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import silenced
 from flexgen_helm.request import GenerationRequest
 from flexgen_helm.scheduling.prepare import token_refusal
+from flexgen_helm.system_errors import system_error
 
 if TYPE_CHECKING:
     from flexgen_helm.engine.engine import Engine

@@ -34,8 +34,7 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.local_files import local_weights
 from flexgen_helm.checkpoint.names import ResolvedModel
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.published import read_blocks
-from flexgen_helm.checkpoint.stored_tensors import StoredRows
+from flexgen_helm.checkpoint.published_blocks import StoredRows, read_blocks
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
@@ -51,7 +50,7 @@ from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.block_formats import LAYOUT_VERSION
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
-from flexgen_helm.quant.precisions import Precision, PublishedFormats
+from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEMENTS
 
 # Matrices for which the disk of an offload directory has room already: no copy of them is written.
@@ -70,9 +69,7 @@ def bytes_at_rest(
     if config.weights == "pretrained" and local_weights(model) is None:
         return 0
     checkpoint = open_checkpoint(model, weights=config.weights, seed=config.seed)
-    precision = replace(
-        precision, published=PublishedFormats(checkpoint.formats, checkpoint.rows_are_gathered)
-    )
+    precision = replace(precision, published=checkpoint.published_formats)
     sizes = StorageSizes(checkpoint.config, precision).matrices
     at_rest = WeightsAtRest(checkpoint, precision, folder)
     return at_rest.num_bytes(sizes, with_written=config.limits.disk is None)
@@ -373,7 +370,7 @@ class MatrixLoader:
         """
         if (
             not isinstance(self.format_of(name), BlockFormat)
-            or (order := self._checkpoint.order(name)) is None
+            or (order := self._checkpoint.row_order(name)) is None
         ):
             return None
         return order.to(self._tiers.device)

@@ -11,9 +11,9 @@ from helm.common.cache import BlackHoleCacheConfig, CacheConfig
 from helm.common.request import EMBEDDING_UNAVAILABLE_REQUEST_RESULT, Request, RequestResult
 from helm.proxy.retry import NonRetriableException
 
-from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.plugin import convert
 from flexgen_helm.plugin.context import get_context
+from flexgen_helm.system_errors import explain
 
 
 class FlexgenClient(Client):

@@ -12,10 +12,10 @@ from typing import Any
 
 from helm.common.request import Request
 
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.checkpoint.suffixes import PREFIX
 from flexgen_helm.engine.compared_prompts import ComparedPrompts
 from flexgen_helm.errors import UsageError
+from flexgen_helm.paths import state_dir
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import (
     HelmRequest,

@@ -18,8 +18,8 @@ from helm.benchmark.model_metadata_registry import ModelMetadata, get_model_meta
 from helm.benchmark.tokenizer_config_registry import TokenizerConfig, get_tokenizer_config
 from helm.common.hierarchical_logger import hwarn
 
-from flexgen_helm.checkpoint.paths import state_lock
 from flexgen_helm.files import replace_text
+from flexgen_helm.paths import state_lock
 from flexgen_helm.plugin import registration
 
 Entry = dict[str, Any]

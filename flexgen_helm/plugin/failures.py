@@ -10,8 +10,8 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 from helm.common.object_spec import get_class_by_name
 
-from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.errors import FlexgenError
+from flexgen_helm.system_errors import explain
 
 # HELM's executor appends it to a message, with the whole prompt
 _REQUEST = re.compile(r" Request: \w*Request\(")

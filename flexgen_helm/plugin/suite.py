@@ -32,7 +32,6 @@ from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner, RunnerError
 
 from flexgen_helm.checkpoint.suffixes import PREFIX
-from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.errors import FlexgenError, Interrupted, UsageError
 from flexgen_helm.files import replace_json
 from flexgen_helm.plugin import deployment_files, helm_patches, registration
@@ -55,6 +54,7 @@ from flexgen_helm.report.versions import versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
 from flexgen_helm.service.service import Service, SubmittedBlock
+from flexgen_helm.system_errors import explain
 
 if TYPE_CHECKING:
     from flexgen_helm.distributed.ray_cluster import RaySession

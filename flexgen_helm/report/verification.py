@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
-from flexgen_helm.checkpoint.system_errors import system_error
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.request import Cost, GenerationResult
 from flexgen_helm.response_cache import encode_result
+from flexgen_helm.system_errors import system_error
 
 T = TypeVar("T")
 CONFIDENCE = 0.95

@@ -26,9 +26,9 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.concurrency import stopped_by
 from flexgen_helm.errors import Interrupted
+from flexgen_helm.paths import state_dir
 from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.report.verification import Source
 from flexgen_helm.request import GenerationRequest, GenerationResult, ThinkingMarks

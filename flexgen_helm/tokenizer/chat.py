@@ -34,7 +34,7 @@ _TRIAL_TURN = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the user said.
+    """What the user chose.
 
     apply_chat_template: 'auto', True or False; None leaves the choice to the caller.
     chat_template_kwargs: variables of the template, such as `enable_thinking`.
@@ -89,13 +89,13 @@ class ChatFormat:
 
         Raises `RequestError` where the template refuses it, and for a part that is no text.
         """
-        messages = [self._checked(message) for message in messages]
+        messages = [self._renderable(message) for message in messages]
         if not messages:
             raise RequestError("a chat needs at least one message")
         system = self.options.system_prompt
         if system is None or any(message["role"] == "system" for message in messages):
             return self._render(messages)
-        text = self._render([self._checked({"role": "system", "content": system}), *messages])
+        text = self._render([self._renderable({"role": "system", "content": system}), *messages])
         if system.strip() not in text:
             raise RequestError("the template leaves the system prompt out")
         return text
@@ -107,7 +107,7 @@ class ChatFormat:
         outside = self.thinking_format
         if outside is None:
             return None
-        # What the template writes behind the last turn: a turn itself may speak of <think>.
+        # A turn itself may speak of <think>.
         ending = self._ending if self._ending and text.endswith(self._ending) else text
         begin, end, *_ = outside.marks
         return replace(outside, begins_inside=ending.rfind(begin) > ending.rfind(end))
@@ -156,12 +156,12 @@ class ChatFormat:
         """
         turn = self._behind_trial(_TRIAL_TURN)
         before, _, rest = turn.partition(_THOUGHT)
-        between, is_answered, _ = rest.partition(_ANSWER)
+        between, answer, _ = rest.partition(_ANSWER)
         written = f"{self.tokenizer.chat_template}{turn}"
 
         def used(pairs: Sequence[tuple[str, str]], index: int) -> list[tuple[str, str]]:
-            """Return the pairs whose mark `index` the template writes, then those of which it is
-            one token.
+            """Return the pairs whose first or second mark, by `index`, the template writes, then
+            those of which that mark is one token.
             """
             are_tokens = [
                 pair
@@ -173,37 +173,43 @@ class ChatFormat:
         # Marks that are not known are read off the turn.
         from_turn = (
             (before.removeprefix(self._ending) or before).strip(),
-            is_answered and between.strip(),
+            answer and between.strip(),
         )
         pairs = used(MARKS, 1) + [from_turn] * all(from_turn)
         if not pairs:
             return None
-        marks = ThinkingMarks(*pairs[0], *[*used(WRAPPERS, 0), ("", "")][0])
+        wrapper, *_ = [*used(WRAPPERS, 0), ("", "")]
+        marks = ThinkingMarks(*pairs[0], *wrapper)
+        # What ends thinking when its budget is spent, as the template would write it.
         end = between if marks.end in between and marks.end != "</think>" else f"\n{marks.end}\n\n"
         end_ids = tuple(self.tokenizer.encode(end, add_special_tokens=False))
         return ThinkingFormat(False, self.options.thinking_budget, end_ids, marks)
 
     @cached_property
     def _ending(self) -> str:
+        """What the template writes behind the last turn of a user, where the answer begins."""
         return self._behind_trial()
 
     def _behind_trial(self, *turns: Message) -> str:
-        """What the template writes behind a user's turn; '' if it cannot be known."""
-        messages = map(self._checked, ({"role": "user", "content": _TRIAL}, *turns))
-        return self._tried(*messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
+        """Return what the template writes behind a user's turn, which `turns` follow; '' if it
+        refuses them.
+        """
+        messages = map(self._renderable, ({"role": "user", "content": _TRIAL}, *turns))
+        return self._try_render(*messages, add_generation_prompt=not turns).rpartition(_TRIAL)[2]
 
     def _render(self, messages: Sequence[Message], **more: bool) -> str:
         return self.tokenizer.apply_chat_template(
             messages, **more, **self.options.chat_template_kwargs
         )
 
-    def _tried(self, *messages: Message, **more: bool) -> str:
+    def _try_render(self, *messages: Message, **more: bool) -> str:
+        """Return the text of messages; '' if the template refuses them."""
         try:
             return self._render(messages, **more)
         except RequestError:
             return ""
 
-    def _checked(self, message: Message) -> Message:
+    def _renderable(self, message: Message) -> Message:
         """Return a message whose content the template can render: as one part where it knows only
         parts, or joined.
         """
@@ -212,7 +218,7 @@ class ChatFormat:
                 "a message of the chat has no role; write {'role': 'user', 'content': '…'}"
             )
         content = message.get("content")
-        if isinstance(content, str) and self._parts == "needed":
+        if isinstance(content, str) and self._reads_parts == "needed":
             return {**message, "content": [{"type": "text", "text": content}]}
         if content is None or isinstance(content, str):
             return message
@@ -226,15 +232,17 @@ class ChatFormat:
                     f"the chat has a part of type {kind!r}, and flexgen models take text only"
                 )
             texts.append(part["text"])
-        return message if self._parts else {**message, "content": "\n".join(texts)}
+        return message if self._reads_parts else {**message, "content": "\n".join(texts)}
 
     @cached_property
-    def _parts(self) -> Literal["", "known", "needed"]:
-        """Whether the template renders a list of parts, and not its Python representation, or
-        nothing else.
+    def _reads_parts(self) -> Literal["", "known", "needed"]:
+        """Whether the template renders a content that is a list of parts, and not its Python
+        representation: "needed" if it renders no plain text.
         """
         contents = _TRIAL, [{"type": "text", "text": _TRIAL}]
-        plain, listed = (self._tried({"role": "user", "content": content}) for content in contents)
+        plain, listed = (
+            self._try_render({"role": "user", "content": content}) for content in contents
+        )
         return (
             "needed"
             if _TRIAL in listed and _TRIAL not in plain

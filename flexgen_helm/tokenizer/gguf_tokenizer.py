@@ -22,21 +22,21 @@ from flexgen_helm.concurrency import stop_point
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnsupportedArchitectureError
 from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
 
-# Of tokens that end a completion beside EOS, as in llama.cpp.
-_END_IDS = (
+# Keys whose tokens end a completion beside EOS, as in llama.cpp.
+_END_ID_KEYS = (
     *(Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID),
     *(Keys.Tokenizer.FIM_PAD_ID, Keys.Tokenizer.FIM_REP_ID, Keys.Tokenizer.FIM_SEP_ID),
 )
-_IDS = (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.UNK_ID, Keys.Tokenizer.EOS_ID, *_END_IDS)
-# What the keys hold that are used here; a file may store a value of any type under any key.
-_KINDS: Mapping[str, type] = {
+_ID_KEYS = (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.UNK_ID, Keys.Tokenizer.EOS_ID, *_END_ID_KEYS)
+# The types of the values that are read here; a file may store a value of any type under any key.
+_VALUE_TYPES: Mapping[str, type] = {
     **dict.fromkeys(
         (Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.CHAT_TEMPLATE, Keys.General.NAME),
         str,
     ),
     **dict.fromkeys((Keys.Tokenizer.LIST, Keys.Tokenizer.TOKEN_TYPE, Keys.Tokenizer.MERGES), list),
     Keys.Tokenizer.SCORES: list,
-    **dict.fromkeys(_IDS, int),
+    **dict.fromkeys(_ID_KEYS, int),
     **dict.fromkeys((Keys.Tokenizer.ADD_BOS, Keys.Tokenizer.ADD_PREFIX), bool),
 }
 # Keys that change nothing here, whatever they hold: tokens of encoders and of infilling, other
@@ -71,7 +71,7 @@ NEUTRAL: Mapping[str, Any] = {
 # What llama.cpp takes for sentencepiece's tokens where the file does not say.
 _LLAMA_IDS = {Keys.Tokenizer.BOS_ID: 1, Keys.Tokenizer.EOS_ID: 2, Keys.Tokenizer.UNK_ID: 0}
 # The text is cut at tokens of these types before anything else.
-_CUT = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+_CUT_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 # Every split of a piece is tried, which takes the square of its length. Published pieces have a few
 # hundred characters.
 _MAX_PIECE = 4096
@@ -79,7 +79,7 @@ _MAX_PIECE = 4096
 # Texts of tokens that end a turn or a text, whatever else the metadata name: as in llama.cpp,
 # without those of families that are not read, and without </s> and <eos>, which are names of HTML
 # in some vocabularies.
-_ENDS = (
+_END_TOKENS = (
     *(
         "<|endoftext|>",
         "<|end_of_text|>",
@@ -119,38 +119,42 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
         )
     if len(set(tokens) - {""}) + tokens.count("") != len(tokens):
         raise CheckpointError(f"{path} has two tokens of the same text; use another conversion")
-    for key in _IDS:
+    for key in _ID_KEYS:
         if not 0 <= metadata.get(key, 0) < len(tokens):
             raise CheckpointError(
                 f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens"
             )
     backend = _backend(path, metadata, tokens, model)
     is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
-    cut: dict[int, list[AddedToken]] = {kind: [] for kind in _CUT}
+    added_tokens: dict[int, list[AddedToken]] = {kind: [] for kind in _CUT_TYPES}
     for token, token_type in zip(tokens, types):
-        kind = TokenType.CONTROL if token in _ENDS else token_type
+        kind = TokenType.CONTROL if token in _END_TOKENS else token_type
         strips, special = is_phi3 and token not in _KEEP_SPACE, kind != TokenType.USER_DEFINED
-        if kind in cut:
-            cut[kind].append(AddedToken(token, special=special, normalized=False, rstrip=strips))
-    for added in cut.values():
+        if kind in added_tokens:
+            added_tokens[kind].append(
+                AddedToken(token, special=special, normalized=False, rstrip=strips)
+            )
+    for added in added_tokens.values():
         backend.add_tokens(added)
-    ends = [i for i, token in enumerate(tokens) if token in _ENDS]
-    ends += [metadata[key] for key in _END_IDS if key in metadata]
+    end_ids = [i for i, token in enumerate(tokens) if token in _END_TOKENS]
+    end_ids += [metadata[key] for key in _END_ID_KEYS if key in metadata]
     return {
         "backend": backend,
         "bos_id": metadata.get(Keys.Tokenizer.BOS_ID),
         "eos_id": metadata.get(Keys.Tokenizer.EOS_ID),
-        "eos_ids": ends,
+        "eos_ids": end_ids,
         "chat_template": metadata.get(Keys.Tokenizer.CHAT_TEMPLATE),
     }
 
 
 def _read_metadata(path: Path) -> Mapping[str, Any]:
-    """Read what a file says; raises as `read_gguf_tokenizer` for types of values, an algorithm, and
-    keys that nothing here reads.
+    """Read a file's metadata.
+
+    Raises as `read_gguf_tokenizer` for a value of another type than its key has, and for an
+    algorithm or a key that nothing here reads.
     """
     metadata = read_gguf_header(path).metadata
-    for key, expected in _KINDS.items():
+    for key, expected in _VALUE_TYPES.items():
         if key in metadata and type(metadata[key]) is not expected:
             raise CheckpointError(
                 f"{path} has {key} as {type(metadata[key]).__name__}, not as {expected.__name__}"
@@ -158,11 +162,13 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
     model = metadata.get(Keys.Tokenizer.MODEL)
     if model is None or not metadata.get(Keys.Tokenizer.LIST):
         return metadata
-    if model not in _MODELS:
+    if model not in _ALGORITHMS:
         raise UnsupportedArchitectureError(
-            f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_MODELS))}"
+            f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_ALGORITHMS))}"
         )
-    read = {*_KINDS, *IRRELEVANT} - ({Keys.Tokenizer.ADD_PREFIX} if model == "gpt2" else set())
+    read = {*_VALUE_TYPES, *IRRELEVANT} - (
+        {Keys.Tokenizer.ADD_PREFIX} if model == "gpt2" else set()
+    )
     for key, value in metadata.items():
         if not key.startswith("tokenizer.") or key.startswith(f"{Keys.Tokenizer.CHAT_TEMPLATE}."):
             continue  # templates with a name are for tools
@@ -177,12 +183,12 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 
 def _backend(path: Path, metadata: Mapping[str, Any], tokens: list[str], model: str) -> Backend:
     """Build the algorithm. Raises `CheckpointError` for a vocabulary that does not fit together."""
-    # If the file does not say, as llama.cpp does: sentencepiece and Llama 3 vocabularies begin
-    # with BOS.
-    begins = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS
+    # Where the file does not say, as in llama.cpp: texts of sentencepiece and Llama 3 vocabularies
+    # begin with BOS.
+    adds_bos = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS
     try:
-        backend = _MODELS[model](metadata, tokens)
-        if metadata.get(Keys.Tokenizer.ADD_BOS, begins):
+        backend = _ALGORITHMS[model](metadata, tokens)
+        if metadata.get(Keys.Tokenizer.ADD_BOS, adds_bos):
             bos = metadata[Keys.Tokenizer.BOS_ID]
             backend.post_processor = processors.TemplateProcessing(
                 single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
@@ -287,7 +293,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backen
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = metadata.get(Keys.Tokenizer.MERGES)
     types = metadata.get(Keys.Tokenizer.TOKEN_TYPE, ())
-    cut = {token for token, kind in zip(tokens, types) if kind in _CUT}
+    cut = {token for token, kind in zip(tokens, types) if kind in _CUT_TYPES}
     longest_run = 0
     if merges:
         pairs = _split_merges(merges)
@@ -314,19 +320,21 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backen
 def _merges_from_scores(
     vocab: dict[str, int], scores: Sequence[float], cut: set[str]
 ) -> tuple[list[tuple[str, str]], int]:
-    """Return every split of a piece into two pieces, best score first: sentencepiece merges by the
-    result's score.
+    """Return the merges: every split of a piece into two pieces, best score of the piece first, as
+    sentencepiece merges.
 
     Of pieces of the same score the leftmost is merged, which no order of merges expresses. In Llama
     2's vocabulary all runs of spaces, and they alone, have one score: then a run is cut into
     longest ones from the left, and the length of these is returned too, else 0.
 
-    Raises `CheckpointError` for other pieces of the same score, unless they are `cut` out first.
+    cut: tokens that are cut out of a text before merging, so that their scores do not matter.
+
+    Raises `CheckpointError` for other pieces of the same score.
     """
     ranked = []
     for piece, i in vocab.items():
         stop_point()
-        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
         ranked += [
             (-scores[i], vocab[a], vocab[b], a, b) for a, b in halves if a in vocab and b in vocab
         ]
@@ -349,7 +357,7 @@ def _merges_from_scores(
     return [(a, b) for *_, a, b in ranked], len(runs)
 
 
-_MODELS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {
+_ALGORITHMS: dict[str, Callable[[Mapping[str, Any], list[str]], Backend]] = {
     "gpt2": _byte_level_bpe,
     "llama": _sentencepiece_bpe,
 }

@@ -19,7 +19,7 @@ from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import RequestError
 from flexgen_helm.tokenizer import DATE
 
-# Each doubles an integer's digits.
+# Of a template: each may double an integer's digits.
 _MAX_PRODUCTS = 8
 
 
@@ -44,7 +44,7 @@ def render(
 
     setattr(chat_template_utils, "datetime", _Clock)  # noqa: B010
     # annotated as a string, but returns two lists
-    function: Any = chat_template_utils.render_jinja_template
+    render_jinja: Any = chat_template_utils.render_jinja_template
     variables = dict(variables)
     date = _date(variables.pop("strftime_now", DATE))
     chat = [
@@ -52,14 +52,14 @@ def render(
     ]
     token = _template_date.set(date)
     try:
-        if "strftime_now" in template and function([chat], chat_template=_DAY)[0] != [
+        if "strftime_now" in template and render_jinja([chat], chat_template=_DAY)[0] != [
             date.strftime("%Y-%m-%d")
         ]:
             raise RequestError(
                 "this release of transformers tells templates today's date, so prompts would "
                 "change daily"
             )
-        texts, _ = function(
+        texts, _ = render_jinja(
             [chat], chat_template=template, add_generation_prompt=add_generation_prompt, **variables
         )
     except RequestError:
@@ -73,8 +73,9 @@ def render(
     return str(texts[0])
 
 
-# The date that templates get in this thread; a template that says it.
+# The date that templates get in this thread.
 _template_date: ContextVar[datetime | None] = ContextVar("template_date", default=None)
+# A template that shows whether they get it.
 _DAY = "{{ strftime_now('%Y-%m-%d') }}"
 
 

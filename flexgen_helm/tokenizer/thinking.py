@@ -41,8 +41,8 @@ WRAPPERS = (
     ("<answer>", "</answer>"),
     ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
 )
-# What gpt-oss may write before the last part of its end: a format of the answer. It has at most so
-# many bytes.
+# What gpt-oss may write inside its mark, before `<|message|>`: a format of the answer, and the most
+# bytes that it has.
 _FORMAT, _FORMAT_BYTES = rb"(?:\s[^<]{0,32})?(?:<\|constrain\|>[^<]{0,32})?", 80
 
 
@@ -56,7 +56,7 @@ class ThinkingTracker:
 
     def __init__(self, thinking: ThinkingFormat) -> None:
         self._begin, end, self._opening, _ = (mark.encode() for mark in thinking.marks)
-        self._end, self._reach = _pattern(end), len(end) + _FORMAT_BYTES
+        self._end, self._end_bytes = _pattern(end), len(end) + _FORMAT_BYTES  # of the longest one
         self._stage: Literal["undecided", "thinking", "after", "answer"]
         self._stage = "thinking" if thinking.begins_inside else "undecided"
         self._search_from = 0  # from where on to search, and in the end where the answer begins
@@ -86,7 +86,7 @@ class ThinkingTracker:
             end_mark = self._end.search(data, self._search_from)
             # The next search begins where an end that is here in part may begin.
             self._search_from = (
-                end_mark.end() if end_mark else max(self._search_from, len(data) - self._reach)
+                end_mark.end() if end_mark else max(self._search_from, len(data) - self._end_bytes)
             )
             if end_mark:
                 self._stage = "after"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SPACE_MARK = "\u2581"  # sentencepiece writes a space as this lower one eighth block
 _HELM_BYTES = re.compile(r"bytes:(\\x[0-9a-f]{2})+")
-# what joins tokens to text, without Replace
+# Types of steps that join tokens to text; of Replace one alone is known (`vocabulary_kind`).
 _DECODERS = ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -92,26 +92,28 @@ def vocabulary_kind(backend: Backend) -> Literal["byte-level", "sentencepiece", 
     model, decoder = state["model"], list(_flatten(state["decoder"]))
     steps = decoder or list(_flatten(state["pre_tokenizer"]))
     kinds = {step["type"] for step in steps}
-    unmark = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
-    marks = [
+    unmark_spaces = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    unknown = [
         name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)
     ]
-    marks += [step["type"] for step in decoder if step != unmark and step["type"] not in _DECODERS]
-    marks += [
+    unknown += [
+        step["type"] for step in decoder if step != unmark_spaces and step["type"] not in _DECODERS
+    ]
+    unknown += [
         repr(step["replacement"])
         for step in steps
         if step.get("replacement", SPACE_MARK) != SPACE_MARK
     ]
-    if not marks and "ByteLevel" in kinds:
+    if not unknown and "ByteLevel" in kinds:
         return "byte-level"
-    if not marks and (kinds & {"Metaspace", "ByteFallback"} or unmark in decoder):
+    if not unknown and (kinds & {"Metaspace", "ByteFallback"} or unmark_spaces in decoder):
         return (
             "byte fallback"
             if model.get("byte_fallback") or "ByteFallback" in kinds
             else "sentencepiece"
         )
     raise UnsupportedArchitectureError(
-        f"the tokenizer decodes with {', '.join(marks or sorted(kinds)) or 'nothing'}; known are "
+        f"the tokenizer decodes with {', '.join(unknown or sorted(kinds)) or 'nothing'}; known are "
         "byte-level BPE (ByteLevel) and sentencepiece-like vocabularies (Metaspace, ByteFallback)"
     )
 

@@ -9,7 +9,8 @@ from math import ceil, prod
 import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
-from flexgen_helm.checkpoint.names import planned_precision, quantized_by, resolve
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.planned_weights import planned_precision, quantized_by
 from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names

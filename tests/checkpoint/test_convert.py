@@ -25,9 +25,9 @@ from flexgen_helm.checkpoint.fetch import fetch
 from flexgen_helm.checkpoint.folder import PICKLE, PICKLE_INDEX
 from flexgen_helm.checkpoint.manifest import MANIFEST, hub_conversion
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, FlexgenError, UsageError
 from flexgen_helm.locks import InUseError, sole_writer
+from flexgen_helm.paths import state_dir
 from flexgen_helm.progress import describe, observed_by
 from tests.helpers.fake_hub import COMMIT, LATER, FakeHub
 from tests.helpers.model_folders import SMALL_LLAMA, age, edit_config, llama_tensors, write_weights

@@ -23,8 +23,8 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile, file_sha256
 from flexgen_helm.checkpoint.folder import CONFIG
 from flexgen_helm.checkpoint.hub import cached_snapshot
 from flexgen_helm.checkpoint.open import open_checkpoint
-from flexgen_helm.checkpoint.paths import data_dir, state_dir
 from flexgen_helm.errors import CheckpointError, UsageError
+from flexgen_helm.paths import data_dir, state_dir
 from flexgen_helm.progress import ProgressPhase, observed_by
 from tests.helpers.fake_hub import COMMIT, FakeHub
 from tests.helpers.model_folders import SMALL_LLAMA, age, llama_tensors, write_weights

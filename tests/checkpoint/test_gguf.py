@@ -18,8 +18,9 @@ from flexgen_helm import Engine, GenerationRequest, cli
 from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.checkpoint.gguf_checkpoint import _logical_tensor
 from flexgen_helm.checkpoint.local_files import quick_fingerprint
-from flexgen_helm.checkpoint.names import read_model_config, resolve
+from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
@@ -136,7 +137,7 @@ def test_tensors_equal_the_originals_within_the_quantization(
     assert read.storage_dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
     assert read.tokenizer_path == file
     whole = {name: read.tensor(name) for name in read.shapes}
-    monkeypatch.setattr("flexgen_helm.checkpoint.quantized.logical_tensor.TILE_ELEMENTS", 70)
+    monkeypatch.setattr("flexgen_helm.checkpoint.logical_tensor.TILE_ELEMENTS", 70)
     for name, tensor in whole.items():
         expected, is_matrix = original.tensor(name).float(), tensor.ndim > 1
         assert tensor.dtype == (read.storage_dtype if is_matrix else torch.float32)

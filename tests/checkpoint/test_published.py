@@ -148,7 +148,7 @@ def test_bytes_are_those_of_the_file(built, name):
     for tensor, fmt in checkpoint.formats.items():
         packed = torch.cat([*checkpoint.packed_tiles(tensor)])
         values = decode(packed.view(checkpoint.shapes[tensor][0], -1), fmt)
-        order = checkpoint.order(tensor)
+        order = checkpoint.row_order(tensor)
         assert torch.equal(
             (values if order is None else values[order]).half(), checkpoint.tensor(tensor)
         ), tensor

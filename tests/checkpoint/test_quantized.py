@@ -23,10 +23,10 @@ from transformers.utils import quantization_config as classes
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.checkpoint.convert import convert
-from flexgen_helm.checkpoint.names import planned_precision
 from flexgen_helm.checkpoint.open import open_checkpoint
+from flexgen_helm.checkpoint.planned_weights import planned_precision
 from flexgen_helm.checkpoint.quantized.config import METHODS, read_quantization
-from flexgen_helm.checkpoint.quantized.view import logical_tensors
+from flexgen_helm.checkpoint.quantized.readers import logical_tensors
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.stored_tensors import read_header
 from flexgen_helm.cli import main
@@ -83,7 +83,7 @@ def test_any_rows_in_any_tiles_have_the_values_of_the_format(weight, data):
     stop = data.draw(st.integers(start + 1, OUT))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "flexgen_helm.checkpoint.quantized.logical_tensor.TILE_ELEMENTS",
+            "flexgen_helm.checkpoint.logical_tensor.TILE_ELEMENTS",
             data.draw(st.integers(1, 3000)),
         )
         tiles = list(tensor.tiles([range(start, stop), range(0, 1)]))

@@ -59,7 +59,7 @@ def folder(saved, tmp_path):
 def test_many_tiles_and_many_threads_give_the_same_bytes(folder, monkeypatch):
     whole = SafetensorsCheckpoint(folder)
     expected = [whole.tensor(name) for name in whole.shapes]
-    monkeypatch.setattr("flexgen_helm.checkpoint.quantized.logical_tensor.TILE_ELEMENTS", 7)
+    monkeypatch.setattr("flexgen_helm.checkpoint.logical_tensor.TILE_ELEMENTS", 7)
     with ThreadPoolExecutor(8) as pool:
         assert all(map(torch.equal, pool.map(whole.tensor, whole.shapes), expected))
 

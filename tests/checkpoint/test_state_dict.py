@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexgen_helm.checkpoint.quantized.config import read_quantization
-from flexgen_helm.checkpoint.quantized.view import logical_tensors
-from flexgen_helm.checkpoint.state_dict import StateDictCheckpoint, StateDictReader
+from flexgen_helm.checkpoint.quantized.readers import logical_tensors
+from flexgen_helm.checkpoint.state_dict_checkpoint import StateDictCheckpoint, StateDictReader
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor, read_header
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.quant.blocks import decode

@@ -10,7 +10,7 @@ import pytest
 from flexgen_helm import cli
 from flexgen_helm.checkpoint.catalog import CATALOG, WHEEL_MODEL
 from flexgen_helm.checkpoint.fetch import GGUF_NAME, GGUF_SIZE
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.cli import models as models_command
 from flexgen_helm.cli.models import MachineLimits
 from flexgen_helm.errors import UsageError
@@ -184,9 +184,9 @@ def test_what_fits_is_said_in_words(capsys, monkeypatch):
 
 
 def test_a_gpu_counts_if_the_saved_profile_knows_it(monkeypatch, tmp_path):
-    from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.machine_profile import SavedProfile, save
     from flexgen_helm.hardware.profile import load_profile
+    from flexgen_helm.paths import state_dir
 
     assert models_command.this_machine().limits["gpu"] == 0
     profile = load_profile("t4")

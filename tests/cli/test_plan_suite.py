@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flexgen_helm import cli
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.cli.suite_workload import WorkloadReader, find_prompts, prompt_files
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.suite_plan import suite_workload

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.engine import machine_profile, profiler, run_record
 from flexgen_helm.engine.machine_profile import SavedProfile
 from flexgen_helm.errors import MemoryLimitError, UsageError

@@ -54,7 +54,7 @@ def reference(wheel_model):
 def published(checkpoint, name):
     """The file's values by the gguf package, not rounded to 16 bits."""
     values = torch.cat([*checkpoint._read_tiles(name)]).view(checkpoint.shapes[name])
-    order = checkpoint.order(name)
+    order = checkpoint.row_order(name)
     return values if order is None else values[order]
 
 

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.checkpoint.system_errors import GIVEN_FOLDERS, explain
 from flexgen_helm.errors import MemoryLimitError, OffloadError
 from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
 from flexgen_helm.offload.matrices import DiskMatrix
 from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
 from flexgen_helm.progress import observed_by
+from flexgen_helm.system_errors import GIVEN_FOLDERS, explain
 from tests.helpers.forks import python
 from tests.helpers.offload import tiers_of
 from tests.helpers.parity import assert_same

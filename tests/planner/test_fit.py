@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from flexgen_helm.checkpoint.catalog import CATALOG
-from flexgen_helm.checkpoint.names import planned_precision
+from flexgen_helm.checkpoint.planned_weights import planned_precision
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.planner.fit import fit, weight_bytes

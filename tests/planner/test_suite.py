@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.plan import make_plan, planning_problem
 from flexgen_helm.planner.suite_plan import EntryWorkload, plan_suite, suite_workload

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
-from flexgen_helm.checkpoint.names import read_model_config
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.packing import dequantize, quantize

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
-from flexgen_helm.checkpoint.names import read_model_config, resolve
+from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.staging import Ledger

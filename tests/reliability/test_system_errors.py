@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from flexgen_helm import cli
-from flexgen_helm.checkpoint.system_errors import explain, system_error
 from flexgen_helm.errors import CheckpointError, UnprovedModelError
 from flexgen_helm.report.verification import AnswerFile
+from flexgen_helm.system_errors import explain, system_error
 from tests.checkpoint.test_convert import write_pickled
 from tests.helpers.shares import IS_WHOLE
 from tests.helpers.suites import accuracies, write_run, write_totals

@@ -10,44 +10,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexgen_helm.checkpoint.logical_tensor import LogicalTensor, read_all, require
+from flexgen_helm.checkpoint.published_blocks import FillRows, PublishedTensor, StoredPlane
 from flexgen_helm.checkpoint.quantized.config import HALF_TYPES
-from flexgen_helm.checkpoint.quantized.group import QuantizedGroup
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, read_all, require
+from flexgen_helm.checkpoint.quantized.matrix import QuantizedMatrix
 from flexgen_helm.checkpoint.quantized.scaled import Scaling, scaled
-from flexgen_helm.checkpoint.stored_tensors import (
-    FillRows,
-    PublishedTensor,
-    StoredPlane,
-    StoredTensor,
-)
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.quant.block_formats import scaled_format
 from flexgen_helm.quant.formats import BlockFormat
 
 
-def bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:
+def bitsandbytes(matrix: QuantizedMatrix) -> LogicalTensor | None:
     """Linear layers as x.weight: int8 with x.SCB, or 4 bits with x.weight.absmax and more."""
-    name, stem = group.first.name, group.stem(".weight")
+    name, stem = matrix.first.name, matrix.stem(".weight")
     if stem is None:
         return None
-    if group.first.dtype == "I8":
-        layout = group.optional(f"{stem}.weight_format")
+    if matrix.first.dtype == "I8":
+        layout = matrix.optional(f"{stem}.weight_format")
         if layout is not None and any(layout.read(0, layout.size)):
             raise CheckpointError(
                 f"{layout.title}: rows of int8 are permuted for one kind of GPU; use the original"
             )
-        return scaled(group, name, Scaling(group.part(f"{stem}.SCB"), factor=1 / 127))
+        return scaled(matrix, name, Scaling(matrix.part(f"{stem}.SCB"), factor=1 / 127))
     states = [f"{name}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")]
-    if group.first.dtype != "U8" and group.optional(*states) is None:
+    if matrix.first.dtype != "U8" and matrix.optional(*states) is None:
         return None
-    return _from_table(group, group.part(*states))
+    return _from_table(matrix, matrix.part(*states))
 
 
 class _TableLayout(NamedTuple):
     """What bitsandbytes says of a matrix in 4 bits.
 
-    block, nested_block: values of a scale, and scales of a scale of theirs.
-    offset: of scales that have scales.
+    outputs, inputs: the matrix's shape.
+    block: values that share a scale.
+    nested_block: scales that share a scale, where scales are quantized too.
+    offset: added to scales that are quantized.
+    dtype: safetensors' name of the 16-bit type of the values.
     """
 
     outputs: int
@@ -58,8 +57,11 @@ class _TableLayout(NamedTuple):
     dtype: str
 
 
-def _table_layout(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -> _TableLayout:
-    """Read the state, which is JSON. Raises `CheckpointError`."""
+def _table_layout(matrix: QuantizedMatrix, state: StoredTensor, is_nested: bool) -> _TableLayout:
+    """Read the state, which is JSON. is_nested: scales are quantized too.
+
+    Raises `CheckpointError` if it is damaged.
+    """
     require(state, ("U8",))
     try:
         settings: dict[str, Any] = json.loads(bytes(state.read(0, state.size)))
@@ -70,7 +72,7 @@ def _table_layout(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -
             int(settings["blocksize"]),
             int(settings["nested_blocksize"]) if is_nested else 1,
             float(settings["nested_offset"]) if is_nested else 0.0,
-            HALF_TYPES.get(str(settings["dtype"]), group.quantization.dtype),
+            HALF_TYPES.get(str(settings["dtype"]), matrix.quantization.dtype),
         )
         if min(layout.block, layout.nested_block, outputs, inputs) < 1:
             raise ValueError("a size below 1")
@@ -79,22 +81,22 @@ def _table_layout(group: QuantizedGroup, state: StoredTensor, is_nested: bool) -
     return layout
 
 
-def _from_table(group: QuantizedGroup, state: StoredTensor) -> LogicalTensor:
+def _from_table(matrix: QuantizedMatrix, state: StoredTensor) -> LogicalTensor:
     """NF4 or FP4: flat codes, two a byte, the upper four bits first; value = table[code] *
     absmax[block].
 
     state: JSON with shape, type, and block sizes.
     """
-    codes, name = group.first, group.first.name
-    table, absmax = group.part(f"{name}.quant_map"), group.part(f"{name}.absmax")
-    # Table and scales of absmax, if that is quantized too, with 8 bits.
+    codes, name = matrix.first, matrix.first.name
+    table, absmax = matrix.part(f"{name}.quant_map"), matrix.part(f"{name}.absmax")
+    # absmax may be quantized too, to 8 bits, with a table and scales of its own.
     is_nested = absmax.dtype == "U8"
     nested = (
-        [group.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")]
+        [matrix.part(f"{name}.nested_{kind}") for kind in ("quant_map", "absmax")]
         if is_nested
         else []
     )
-    layout = _table_layout(group, state, is_nested)
+    layout = _table_layout(matrix, state, is_nested)
     outputs, inputs, block = layout.outputs, layout.inputs, layout.block
     blocks = -(-outputs * inputs // block)
     if codes.size != -(-outputs * inputs // 2):
@@ -134,7 +136,10 @@ def _coded_rows(
     codes: StoredTensor,
     scaling: tuple[StoredTensor, ...],
 ) -> FillRows:
-    """Return what makes rows of blocks; scaling: scales, and table and scales of theirs."""
+    """Return what makes rows of blocks.
+
+    scaling: scales of the codes; the table and the scales of these, if they are quantized too.
+    """
     inputs = layout.inputs
     scales, *nested = map(read_all, scaling)
     if nested:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.block_formats import scaled_format
-from flexgen_helm.quant.formats import BlockFormat
 
 HALF_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 
@@ -25,7 +23,7 @@ class Quantization:
     """How the weights of a checkpoint are quantized.
 
     method: a key of `METHODS`.
-    dtype: safetensors' name of the 16-bit type for weights whose scales are not of a 16-bit type.
+    dtype: safetensors' name of the 16-bit type of weights whose scales do not have such a type.
     block: rows and columns that share a scale, the last ones cut off; None if shapes say it.
     zero_offset: what is added to a stored zero point.
     group_sizes: numbers of inputs that share a scale, the last ones cut off.
@@ -48,43 +46,9 @@ class Quantization:
     ignored: tuple[str, ...] = ()
     layout: str = ""
 
-    def planned_format(self, width: int) -> BlockFormat | None:
-        """Return the format of rows of a width in most files of this kind, if they rest as
-        published.
-        """
-        planned = _PLANNED.get(self.layout or self.method)
-        if planned is None and self.bits and not self.act_order:
-            planned = f"U{self.bits}", "F16", 0
-        if planned is None:
-            return None
-        codes, scale, shared = planned
-        is_stored = self.symmetric is False or (
-            self.method in ("gptq", "awq") and not self.symmetric
-        )
-        shared = (*self.group_sizes, shared)[0] or width
-        fmt = scaled_format(
-            codes, scale, width, shared, has_zero=is_stored, is_divided=scale == "F8_E4M3"
-        )
-        return fmt if fmt is not None and fmt.has_loop else None
-
     @property
     def title(self) -> str:
         return self.method + (f" {self.bits}-bit" if self.bits else "")
-
-
-# Codes, scales, and values of a scale (0: a row) in most files; see `scaled_format`.
-_PLANNED = {
-    "mxfp4": ("FP4", "F8_E8M0", 32),
-    "fp8": ("F8_E4M3", "F32", 128),
-    "mxfp8": ("F8_E4M3", "F8_E8M0", 32),
-    "fbgemm_fp8": ("F8_E4M3", "F32", 0),
-    "float-quantized": ("F8_E4M3", "BF16", 0),
-    "int-quantized": ("I8", "BF16", 0),
-    "nvfp4-pack-quantized": ("FP4", "F8_E4M3", 16),
-    "mxfp4-pack-quantized": ("FP4", "F8_E8M0", 32),
-    "bitsandbytes in 4 bits": ("NF4", "F32", 64),
-    "bitsandbytes": ("I8", "F32", 0),
-}
 
 
 def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | None:
@@ -94,9 +58,9 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
     an entry.
     """
     text = content.get("text_config")
-    owners = [content, text] if isinstance(text, Mapping) else [content]
+    sections = [content, text] if isinstance(text, Mapping) else [content]
     keys = ("quantization_config", "quantization")  # MLX writes the second, or both
-    entry = next((owner[key] for owner in owners for key in keys if owner.get(key)), None)
+    entry = next((section[key] for section in sections for key in keys if section.get(key)), None)
     if entry is None:
         return None
     if not isinstance(entry, Mapping):
@@ -108,7 +72,7 @@ def read_quantization(content: Mapping[str, Any], path: Path) -> Quantization | 
         raise CheckpointError(
             f"{path}: weights quantized by {method} cannot be read ({reason}); use the original"
         )
-    dtypes = (str(owner.get("dtype") or owner.get("torch_dtype")) for owner in owners)
+    dtypes = (str(part.get("dtype") or part.get("torch_dtype")) for part in sections)
     dtype = next((HALF_TYPES[name] for name in dtypes if name in HALF_TYPES), "BF16")
     try:
         options = METHODS[method](settings)
@@ -137,7 +101,8 @@ class _UnsupportedError(Exception):
     """Says which variant of a method is not supported."""
 
 
-_USUAL = {"data_type": "int", "pack_dtype": "int32"}
+# Values that mean what is read here anyway.
+_USUAL_VALUES = {"data_type": "int", "pack_dtype": "int32"}
 
 
 class _Settings(dict[str, Any]):
@@ -150,7 +115,7 @@ class _Settings(dict[str, Any]):
         self.unread = {
             key
             for key, value in content.items()
-            if value not in (None, False, "", [], {}, _USUAL.get(key))
+            if value not in (None, False, "", [], {}, _USUAL_VALUES.get(key))
         }
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -241,8 +206,8 @@ def _gptq_options(settings: _Settings) -> dict[str, Any]:
 
 
 def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Return the sizes that are given; -1 and nothing mean one group of all inputs, which shapes
-    say too.
+    """Return the group sizes that are given; -1 and nothing mean one group of all inputs, which
+    shapes say too.
     """
     sizes = (int(group.get("group_size") or -1) for group in groups)
     return tuple(size for size in sizes if size > 0)

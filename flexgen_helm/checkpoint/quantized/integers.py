@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexgen_helm.checkpoint.quantized.group import FLOATS, QuantizedGroup
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     LogicalTensor,
     ReadRows,
     read_all,
@@ -19,8 +18,10 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
     require,
     title_of,
 )
+from flexgen_helm.checkpoint.published_blocks import FillRows, PublishedTensor
+from flexgen_helm.checkpoint.quantized.matrix import FLOATS, QuantizedMatrix
 from flexgen_helm.checkpoint.quantized.scaled import Scaling, scaled
-from flexgen_helm.checkpoint.stored_tensors import FillRows, PublishedTensor, StoredTensor
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.quant.block_formats import scaled_format
 from flexgen_helm.quant.formats import BlockFormat
@@ -31,7 +32,7 @@ _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 class _IntegerParts(NamedTuple):
-    """What is read of a set before its rows are.
+    """What is read of a matrix before its rows are.
 
     words: reads rows of codes [count, in * bits / 32].
     zeros, scales: [out, groups].
@@ -48,7 +49,7 @@ def _unpack(words: Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> 
 
     shifts: where the integers of a word begin; None for one after the other.
     """
-    if 32 % bits:
+    if 32 % bits:  # an integer of 3 bits may begin in one word and end in the next
         stream = (words.unsqueeze(1) >> torch.arange(32)[:, None] & 1).flatten(0, 1)
         integers = (
             stream[: len(stream) // bits * bits].unflatten(0, (-1, bits))
@@ -59,11 +60,11 @@ def _unpack(words: Tensor, bits: int, shifts: tuple[int, ...] | None = None) -> 
     return (words.unsqueeze(1) >> begin[:, None] & (1 << bits) - 1).flatten(0, 1)
 
 
-def _group_size(group: QuantizedGroup, inputs: int, scale: StoredTensor, num_groups: int) -> int:
+def _group_size(matrix: QuantizedMatrix, inputs: int, scale: StoredTensor, num_groups: int) -> int:
     """Return how many inputs share a scale: as configured, the last group cut off, or groups of
     equal lengths.
     """
-    configured = group.quantization.group_sizes
+    configured = matrix.quantization.group_sizes
     sizes = {size for size in configured if -(-inputs // size) == num_groups}
     if num_groups == 1 or (num_groups and not configured and inputs % num_groups == 0):
         sizes = {inputs // num_groups}
@@ -76,7 +77,7 @@ def _group_size(group: QuantizedGroup, inputs: int, scale: StoredTensor, num_gro
 
 
 def _grouped(
-    group: QuantizedGroup,
+    matrix: QuantizedMatrix,
     shape: tuple[int, int],
     bits: int,
     parts: tuple[StoredTensor, ...],
@@ -88,12 +89,16 @@ def _grouped(
     parts: codes, scales, and others. A g_idx [in] among them has the group of each input.
     """
     codes, scale, *_ = parts
-    inputs, quantization = shape[1], group.quantization
-    in_rows = codes.name.endswith("_packed")  # else columns are outputs
+    inputs, quantization = shape[1], matrix.quantization
+    # compressed-tensors stores codes [out, in] and scales [out, groups], GPTQ and AWQ [in, out] and
+    # [groups, out].
+    rows_are_outputs = codes.name.endswith("_packed")
     has_zeros = (
-        any("zero_point" in part.name for part in parts) if in_rows else not quantization.symmetric
+        any("zero_point" in part.name for part in parts)
+        if rows_are_outputs
+        else not quantization.symmetric
     )
-    num_groups = scale.shape[in_rows]
+    num_groups = scale.shape[rows_are_outputs]
     g_idx = next((part for part in parts if part.name.endswith("g_idx")), None)
     if g_idx is not None:
         require(g_idx, _INDICES, (inputs,))
@@ -101,41 +106,46 @@ def _grouped(
         raise CheckpointError(
             f"{codes.title} has groups of sorted inputs, but its g_idx is missing; fetch it again"
         )
-    size = _group_size(group, inputs, scale, num_groups)
-    in_order = torch.arange(inputs) // size
-    index = in_order if g_idx is None else read_all(g_idx).long()
+    group_size = _group_size(matrix, inputs, scale, num_groups)
+    in_order = torch.arange(inputs) // group_size
+    group_of_input = in_order if g_idx is None else read_all(g_idx).long()
     # Some programs store zeros for groups in order.
-    if quantization.act_order is False and not index.any():
-        index = in_order
-    name, kind = group.first.name.rpartition(".")[0] + ".weight", f"U{bits}"
-    tensor = LogicalTensor(name, shape, group.dtype(scale), parts)
+    if quantization.act_order is False and not group_of_input.any():
+        group_of_input = in_order
+    name, kind = matrix.first.name.rpartition(".")[0] + ".weight", f"U{bits}"
+    tensor = LogicalTensor(name, shape, matrix.dtype(scale), parts)
     fmt = (
-        scaled_format(kind, scale.dtype, inputs, size, has_zero=has_zeros)
-        if torch.equal(index, in_order)
+        scaled_format(kind, scale.dtype, inputs, group_size, has_zero=has_zeros)
+        if torch.equal(group_of_input, in_order)
         else None
     )
     if fmt is None:
-        return replace(tensor, read=lambda: _indexed(index, bits, parts, read()))
-    if in_rows and not has_zeros:
+        return replace(tensor, read=lambda: _act_order_rows(group_of_input, bits, parts, read()))
+    if rows_are_outputs and not has_zeros:
         return replace(
-            scaled(group, name, Scaling(scale, (1, size), kind=kind, shape=shape)), parts=parts
+            scaled(matrix, name, Scaling(scale, (1, group_size), kind=kind, shape=shape)),
+            parts=parts,
         )
     return replace(
-        tensor, published=PublishedTensor(fmt, open_rows=lambda: _rows_of_blocks(fmt, size, read()))
+        tensor,
+        published=PublishedTensor(fmt, open_rows=lambda: _rows_of_blocks(fmt, group_size, read())),
     )
 
 
-def _indexed(
-    index: Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _IntegerParts
+def _act_order_rows(
+    group_of_input: Tensor, bits: int, stored: tuple[StoredTensor, ...], parts: _IntegerParts
 ) -> ReadRows:
-    """Return what reads values of inputs whose groups are not in order; index: the group of
-    each.
+    """Return what reads values of inputs whose groups are not in order.
+
+    stored: the stored tensors of `parts`; the last one has the groups.
+
+    Raises `CheckpointError` if the groups do not fit the scales.
     """
     words, zeros, scales = parts
-    inputs, num_groups = len(index), scales.shape[1]
-    if inputs and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
+    inputs, num_groups = len(group_of_input), scales.shape[1]
+    if inputs and not 0 <= int(group_of_input.min()) <= int(group_of_input.max()) < num_groups:
         raise CheckpointError(f"{stored[-1].title} names groups outside 0 to {num_groups - 1}")
-    if (named := len(index.unique())) < num_groups:
+    if (named := len(group_of_input.unique())) < num_groups:
         raise CheckpointError(
             f"{stored[-1].title} names {named} of {num_groups} groups, so that scales would not be "
             "used; quantize again"
@@ -144,47 +154,50 @@ def _indexed(
     def rows(start: int, count: int) -> Tensor:
         codes = _unpack(words(start, count).t(), bits)[:inputs].t()
         of_rows = slice(start, start + count)
-        return (codes - zeros[of_rows][:, index]).float() * scales[of_rows][:, index].float()
+        zero_points = zeros[of_rows][:, group_of_input]
+        return (codes - zero_points).float() * scales[of_rows][:, group_of_input].float()
 
     return rows
 
 
-def _rows_of_blocks(fmt: BlockFormat, size: int, parts: _IntegerParts) -> FillRows:
-    """Return what makes rows of blocks of what has been read; size: of a group."""
+def _rows_of_blocks(fmt: BlockFormat, group_size: int, parts: _IntegerParts) -> FillRows:
+    """Return what makes rows of blocks of what has been read."""
     words, zeros, scales = parts
 
     def fill(start: int, out: Tensor) -> None:
         blocks, of_rows = out.view(len(out), -1, fmt.block_bytes), slice(start, start + len(out))
-        count, per_block = blocks.shape[1], fmt.scales[0].count
-        group = torch.arange(count * per_block) * (fmt.block_values // per_block) // size
-        factors = scales[of_rows][:, group].view(torch.uint8).unflatten(1, (count, -1))
+        num_blocks, per_block = blocks.shape[1], fmt.scales[0].count  # scales of a block
+        groups = (
+            torch.arange(num_blocks * per_block) * (fmt.block_values // per_block) // group_size
+        )
+        factors = scales[of_rows][:, groups].view(torch.uint8).unflatten(1, (num_blocks, -1))
         scale_bytes = factors.shape[2]
         blocks[..., :scale_bytes] = factors
         if fmt.zeros:
-            blocks[..., scale_bytes : scale_bytes + per_block] = zeros[of_rows][:, group].unflatten(
-                1, (count, -1)
-            )
-        codes = words(start, len(out)).contiguous().view(torch.uint8)[:, : fmt.code_bytes * count]
-        blocks[..., -fmt.code_bytes :] = codes.unflatten(1, (count, -1))
+            zero_points = zeros[of_rows][:, groups].unflatten(1, (num_blocks, -1))
+            blocks[..., scale_bytes : scale_bytes + per_block] = zero_points
+        codes = (
+            words(start, len(out)).contiguous().view(torch.uint8)[:, : fmt.code_bytes * num_blocks]
+        )
+        blocks[..., -fmt.code_bytes :] = codes.unflatten(1, (num_blocks, -1))
 
     return fill
 
 
-def _packed_parts(group: QuantizedGroup) -> tuple[StoredTensor, ...] | None:
-    """Return x.qweight, x.scales, x.qzeros, and x.g_idx if there is one; None if the first tensor
-    is no qweight.
+def _packed_parts(matrix: QuantizedMatrix) -> tuple[StoredTensor, ...] | None:
+    """Return x.qweight, x.scales and x.qzeros; None if the first tensor is no qweight.
 
     Raises `CheckpointError` for scales without weights: AWQ's of activations.
     """
-    owner = group.stem(".scales")
-    if owner is not None and group.optional(f"{owner}.qweight") is None:
+    owner = matrix.stem(".scales")
+    if owner is not None and matrix.optional(f"{owner}.qweight") is None:
         raise CheckpointError(
-            f"{group.first.title} has no {owner}.qweight; scales of activations cannot be used"
+            f"{matrix.first.title} has no {owner}.qweight; scales of activations cannot be used"
         )
-    stem = group.stem(".qweight")
+    stem = matrix.stem(".qweight")
     if stem is None:
         return None
-    parts = (group.first, group.part(f"{stem}.scales"), group.part(f"{stem}.qzeros"))
+    parts = (matrix.first, matrix.part(f"{stem}.scales"), matrix.part(f"{stem}.qzeros"))
     for part, types in zip(parts, (("I32",), FLOATS, ("I32",)), strict=True):
         require(part, types)
         if len(part.shape) != 2:
@@ -194,11 +207,11 @@ def _packed_parts(group: QuantizedGroup) -> tuple[StoredTensor, ...] | None:
     return parts
 
 
-def gptq(group: QuantizedGroup) -> LogicalTensor | None:
+def gptq(matrix: QuantizedMatrix) -> LogicalTensor | None:
     """GPTQ: qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out],
     g_idx [in].
     """
-    parts = _packed_parts(group)
+    parts = _packed_parts(matrix)
     if parts is None:
         return None
     qweight, scales, qzeros = parts
@@ -212,12 +225,12 @@ def gptq(group: QuantizedGroup) -> LogicalTensor | None:
     inputs = qweight.shape[0] * 32 // bits
     require(qweight, ("I32",), (inputs * bits // 32, outputs))
     require(qzeros, ("I32",), (groups, outputs * bits // 32))
-    offset, mask = group.quantization.zero_offset, (1 << bits) - 1
+    offset, mask = matrix.quantization.zero_offset, (1 << bits) - 1
 
     def read() -> _IntegerParts:
         words, zeros = read_all(qweight).t(), _unpack(read_all(qzeros).t(), bits)
         # fixes the zero point, whichever version of the format stored it
-        if group.quantization.symmetric:
+        if matrix.quantization.symmetric:
             half = 1 << (bits - 1)
             if {int(zero) for zero in zeros.aminmax()} not in ({half}, {half - 1}):
                 raise CheckpointError(
@@ -232,16 +245,16 @@ def gptq(group: QuantizedGroup) -> LogicalTensor | None:
             read_all(scales).t(),
         )
 
-    g_idx = group.optional(qweight.name.removesuffix("qweight") + "g_idx")
+    g_idx = matrix.optional(qweight.name.removesuffix("qweight") + "g_idx")
     parts = parts if g_idx is None else (*parts, g_idx)
-    return _grouped(group, (outputs, inputs), bits, parts, read)
+    return _grouped(matrix, (outputs, inputs), bits, parts, read)
 
 
-def awq(group: QuantizedGroup) -> LogicalTensor | None:
+def awq(matrix: QuantizedMatrix) -> LogicalTensor | None:
     """AWQ, gemm layout: qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], 4
     bits.
     """
-    parts = _packed_parts(group)
+    parts = _packed_parts(matrix)
     if parts is None:
         return None
     qweight, scales, qzeros = parts
@@ -257,22 +270,23 @@ def awq(group: QuantizedGroup) -> LogicalTensor | None:
         def rows(start: int, count: int) -> Tensor:
             needed, skipped = columns[start // 8 : -(-(start + count) // 8)], start % 8
             codes = _unpack(needed, 4, _AWQ_SHIFTS)[skipped : skipped + count].to(torch.uint8)
+            # again in words, but in order
             return (codes[:, ::2] | codes[:, 1::2] << 4).flatten().view(torch.int32).view(count, -1)
 
         return _IntegerParts(rows, _unpack(zeros, 4, _AWQ_SHIFTS), read_all(scales).t())
 
-    return _grouped(group, (words * 8, inputs), 4, parts, read)
+    return _grouped(matrix, (words * 8, inputs), 4, parts, read)
 
 
-def packed_integers(group: QuantizedGroup, stem: str, scale: StoredTensor) -> LogicalTensor:
+def packed_integers(matrix: QuantizedMatrix, stem: str, scale: StoredTensor) -> LogicalTensor:
     """compressed-tensors, pack-quantized: weight_packed [out, in * bits / 32], weight_scale [out,
     groups].
 
     Codes and zero points have 4 or 8 bits, are signed, and are stored with 2 ** (bits - 1) added.
     weight_zero_point: [out * bits / 32, groups], in early files unpacked; without it all are zero.
     """
-    packed, true_shape = group.first, group.part(f"{stem}.weight_shape")
-    more = group.zero_point(f"{stem}.weight"), group.optional(f"{stem}.weight_g_idx")
+    packed, true_shape = matrix.first, matrix.part(f"{stem}.weight_shape")
+    more = matrix.zero_point(f"{stem}.weight"), matrix.optional(f"{stem}.weight_g_idx")
     parts = (packed, scale, true_shape, *(part for part in more if part is not None))
     require(packed, ("I32",))
     require(scale, FLOATS)
@@ -305,4 +319,4 @@ def packed_integers(group: QuantizedGroup, stem: str, scale: StoredTensor) -> Lo
             read_all(scale).expand(outputs, -1),
         )
 
-    return _grouped(group, (outputs, inputs), bits, parts, read)
+    return _grouped(matrix, (outputs, inputs), bits, parts, read)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from flexgen_helm.checkpoint.quantized.group import FLOATS, FP8, QuantizedGroup
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, require, title_of
-from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredTensor
+from flexgen_helm.checkpoint.logical_tensor import LogicalTensor, require, title_of
+from flexgen_helm.checkpoint.published_blocks import PublishedTensor, StoredPlane
+from flexgen_helm.checkpoint.quantized.matrix import FLOATS, FP8, QuantizedMatrix
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.quant.block_formats import SCALE_BYTES, scaled_format
 
@@ -21,7 +22,8 @@ class Scaling:
 
     scale: one for all; one for each of the leading indices or rows; or a grid over the last two
         dimensions.
-    block: rows and columns that share a scale, where the scales' shape fits; None to divide evenly.
+    block: rows and columns that share a scale; None, or one that the scales' shape does not fit,
+        divides evenly.
     zero_point: of the scales' shape; None if all are zero.
     kind, shape: of the codes, where several are in a byte or word; see `scaled_format`.
     """
@@ -35,9 +37,9 @@ class Scaling:
     shape: tuple[int, ...] = ()
 
 
-def scaled(group: QuantizedGroup, name: str, scaling: Scaling) -> LogicalTensor:
-    """Return the tensor whose codes, [..., rows, columns], are the group's first tensor."""
-    codes = group.first
+def scaled(matrix: QuantizedMatrix, name: str, scaling: Scaling) -> LogicalTensor:
+    """Return the tensor whose codes, [..., rows, columns], are the matrix's first tensor."""
+    codes = matrix.first
     scale = scaling.scale
     zero_point = scaling.zero_point
     divisor = scaling.global_scale
@@ -77,7 +79,14 @@ def scaled(group: QuantizedGroup, name: str, scaling: Scaling) -> LogicalTensor:
     planes = [scale_plane]
     if divisor is not None:  # one entry for all blocks
         divisor_plane = StoredPlane(
-            divisor.file, divisor.offset, 4, 4, rows, width // fmt.block_values, rows, 0
+            divisor.file,
+            divisor.offset,
+            row_bytes=4,
+            block_bytes=4,
+            rows_per_entry=rows,
+            blocks_per_entry=width // fmt.block_values,
+            matrix_rows=rows,
+            stored_rows_per_matrix=0,
         )
         planes = [divisor_plane, scale_plane]
     if zero_point is not None:
@@ -88,14 +97,14 @@ def scaled(group: QuantizedGroup, name: str, scaling: Scaling) -> LogicalTensor:
     row_bytes = codes.size // max(1, prod(leading) * rows)
     planes.append(StoredPlane(codes.file, codes.offset, row_bytes, fmt.code_bytes))
     return LogicalTensor(
-        name, shape, group.dtype(scale), parts, PublishedTensor(fmt, tuple(planes))
+        name, shape, matrix.dtype(scale), parts, PublishedTensor(fmt, tuple(planes))
     )
 
 
-def fp4(group: QuantizedGroup, name: str, scaling: Scaling) -> LogicalTensor:
+def fp4(matrix: QuantizedMatrix, name: str, scaling: Scaling) -> LogicalTensor:
     """Return the tensor whose codes are two of E2M1 in each byte of the last dimension."""
-    shape = *group.first.shape[:-1], 2 * prod(group.first.shape[-1:])
-    return scaled(group, name, replace(scaling, kind="FP4", shape=shape))
+    shape = *matrix.first.shape[:-1], 2 * prod(matrix.first.shape[-1:])
+    return scaled(matrix, name, replace(scaling, kind="FP4", shape=shape))
 
 
 def _grid(
@@ -103,11 +112,14 @@ def _grid(
 ) -> tuple[tuple[int, ...], tuple[int, int]]:
     """Return the scales' shape with as many dimensions as the tensor's, and the rows and columns
     that share a scale.
+
+    Raises `CheckpointError` if the scales do not fit the tensor.
     """
     scale_shape, sizes = scaling.scale.shape, shape[-2:]
     missing = len(shape) - len(scale_shape)
+    # Scales with fewer dimensions are those of rows or experts, which lack the last ones.
     grid = (1,) * len(shape) if prod(scale_shape) == 1 else (*scale_shape, *[1] * missing)
-    # One for each row, or for each expert; or a grid for each expert.
+    # Each matrix of a stack has its own, or all share them.
     fits = len(grid) == len(shape) and grid[:-2] in (shape[:-2], (1,) * len(shape[:-2]))
     fits = fits and (missing <= 0 or all(size in (1, full) for size, full in zip(grid, shape)))
     block = scaling.block
@@ -123,14 +135,14 @@ def _grid(
     return grid, block
 
 
-def mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
+def mxfp4(matrix: QuantizedMatrix) -> LogicalTensor | None:
     """gpt-oss: x_blocks [expert, out, groups, 16 bytes] and x_scales [expert, out, groups] are x
     [expert, in, out].
     """
-    stem = group.stem("_blocks")
+    stem = matrix.stem("_blocks")
     if stem is None:
         return None
-    blocks, scales = group.first, group.part(f"{stem}_scales")
+    blocks, scales = matrix.first, matrix.part(f"{stem}_scales")
     if blocks.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[:-1] != scales.shape:
         raise CheckpointError(
             f"{blocks.title} has {blocks.dtype} {list(blocks.shape)}, which does not fit scales of "
@@ -138,7 +150,7 @@ def mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
         )
     *leading, outputs, groups, num_bytes = blocks.shape
     stored = scaled(
-        group,
+        matrix,
         stem,
         Scaling(scales, kind="FP4", shape=(*leading, outputs, inputs := 2 * groups * num_bytes)),
     )
@@ -150,17 +162,17 @@ def mxfp4(group: QuantizedGroup) -> LogicalTensor | None:
     )
 
 
-def fp8(group: QuantizedGroup) -> LogicalTensor | None:
+def fp8(matrix: QuantizedMatrix) -> LogicalTensor | None:
     """x in FP8 with x_scale_inv or x_scale, which both multiply; FP4 experts are I8 with scales of
     bytes.
     """
-    codes = group.first
+    codes = matrix.first
     if codes.dtype not in (*FP8, "I8") or codes.name.endswith(("_scale_inv", ".scale", "_scale")):
         return None
     stem = codes.name.removesuffix(".weight")
-    scale = group.part(
+    scale = matrix.part(
         f"{codes.name}_scale_inv", f"{codes.name}_scale", f"{stem}.scale", f"{stem}.qscale_weight"
     )
     if codes.dtype == "I8":
-        return fp4(group, codes.name, Scaling(scale, group.quantization.block))
-    return scaled(group, codes.name, Scaling(scale, group.quantization.block))
+        return fp4(matrix, codes.name, Scaling(scale, matrix.quantization.block))
+    return scaled(matrix, codes.name, Scaling(scale, matrix.quantization.block))

@@ -1,28 +1,82 @@
-"""Bytes of matrices that rest as published: rows of blocks, gathered from the tensors that have
-parts of them.
+"""Matrices that rest as published: in the quantized blocks of the model's own files, not expanded
+to 16 bits.
+
+A row is a row of blocks. A block's codes, scales and zero points may be in several stored tensors,
+its planes, from which it is gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.stored_tensors import (
-    FillRows,
-    PublishedTensor,
-    StoredPlane,
-    StoredRows,
-)
+from flexgen_helm.quant.formats import BlockFormat
 
+# Fills memory [count, row bytes] with the blocks of as many rows, from row `start` on.
+FillRows = Callable[[int, Tensor], None]
 # Returns bytes of a file: so many, from an offset on.
 ReadBytes = Callable[[SourceFile, int, int], Tensor]
 
 
-def filler(published: PublishedTensor, title: str) -> FillRows:
-    """Return what fills memory with blocks of a tensor; title: of that tensor, for messages."""
+@dataclass(frozen=True)
+class StoredPlane:
+    """What the blocks of matrices have in one stored tensor: their codes, their scales, or all.
+
+    An entry is what a block has there, such as the scale of its values. Several blocks may have the
+    same one. By default every block has an entry. Row r of the matrices, one below the other, is in
+    the stored row
+
+        r // matrix_rows * stored_rows_per_matrix + r % matrix_rows // rows_per_entry
+
+    offset: where the tensor begins in the file.
+    row_bytes: of a stored row.
+    block_bytes: of an entry.
+    rows_per_entry, blocks_per_entry: neighbouring rows of a matrix, and neighbouring blocks of a
+        row, that have the same entries.
+    matrix_rows: of each matrix.
+    stored_rows_per_matrix: 0 if all matrices have the same entries.
+    """
+
+    file: SourceFile
+    offset: int
+    row_bytes: int
+    block_bytes: int
+    rows_per_entry: int = 1
+    blocks_per_entry: int = 1
+    matrix_rows: int = 1
+    stored_rows_per_matrix: int = 1
+
+
+@dataclass(frozen=True)
+class PublishedTensor:
+    """The rows of a stored tensor as blocks of a format.
+
+    planes: in the order in which a block has them; none where `open_rows` makes the blocks.
+    transposed: the logical tensor is [..., in, out], the rows are [..., out, in].
+    open_rows: reads what all rows need, and returns what makes their blocks; for files that store
+        columns, or scales that are quantized too.
+    """
+
+    fmt: BlockFormat
+    planes: tuple[StoredPlane, ...] = ()
+    transposed: bool = False
+    open_rows: Callable[[], FillRows] | None = None
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Rows of a stored tensor that are the next ones of a matrix."""
+
+    rows: range
+    planes: tuple[StoredPlane, ...]
+
+
+def block_reader(published: PublishedTensor, title: str) -> FillRows:
+    """Return what reads rows of blocks of a tensor; title: of that tensor, for messages."""
     if published.open_rows is not None:
         return published.open_rows()
 
@@ -32,7 +86,7 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
     plane = published.planes[0]
     whole = StoredPlane(plane.file, plane.offset, plane.row_bytes, published.fmt.block_bytes)
 
-    def fill(start: int, out: Tensor) -> None:
+    def fill_rows(start: int, out: Tensor) -> None:
         if published.planes == (whole,):  # the file has whole blocks: no second copy
             plane.file.read_into(
                 out.view(-1).numpy().data, plane.offset + start * plane.row_bytes, title
@@ -41,7 +95,7 @@ def filler(published: PublishedTensor, title: str) -> FillRows:
         parts = [StoredRows(range(start, start + len(out)), published.planes)]
         read_blocks(parts, 0, out.view(len(out), -1, published.fmt.block_bytes), read)
 
-    return fill
+    return fill_rows
 
 
 def read_blocks(parts: Sequence[StoredRows], first: int, out: Tensor, read: ReadBytes) -> None:

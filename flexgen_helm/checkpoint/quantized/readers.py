@@ -1,5 +1,5 @@
-"""The tensors of a model as if they had never been quantized: stored sets -> one logical tensor
-each.
+"""The tensors of a model as if they had never been quantized: the stored tensors of each quantized
+matrix become one logical tensor, by the reader of the method.
 """
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from flexgen_helm.checkpoint.logical_tensor import LogicalTensor, plain_tensor
 from flexgen_helm.checkpoint.quantized.bitsandbytes import bitsandbytes
 from flexgen_helm.checkpoint.quantized.config import Quantization
-from flexgen_helm.checkpoint.quantized.group import FP8, QuantizedGroup
 from flexgen_helm.checkpoint.quantized.integers import awq, gptq, packed_integers
-from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, plain_tensor
+from flexgen_helm.checkpoint.quantized.matrix import FP8, QuantizedMatrix
 from flexgen_helm.checkpoint.quantized.scaled import Scaling, fp4, fp8, mxfp4, scaled
 from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.errors import CheckpointError
@@ -39,17 +39,19 @@ def logical_tensors(
     """Return name -> tensor of the model, in the stored order; without `quantization` all are
     plain.
 
-    Raises `CheckpointError` for a set that is incomplete or has shapes or types that do not fit.
+    Raises `CheckpointError` for a matrix of which a tensor is missing, or has a shape or type that
+    does not fit.
     """
     if quantization is None:
         return {name: plain_tensor(tensor) for name, tensor in stored.items()}
-    read_set = _READERS[quantization.method]
-    groups = (QuantizedGroup(first, stored, quantization) for first in stored.values())
-    quantized = [tensor for tensor in map(read_set, groups) if tensor is not None]
+    # Each stored tensor may begin a matrix; of those that do not, a reader returns None.
+    reader = _READERS[quantization.method]
+    matrices = (QuantizedMatrix(first, stored, quantization) for first in stored.values())
+    quantized = [tensor for tensor in map(reader, matrices) if tensor is not None]
     parts = {part.name for tensor in quantized for part in tensor.parts}
     plain = [
-        plain_tensor(t)
-        for name, t in stored.items()
+        plain_tensor(tensor)
+        for name, tensor in stored.items()
         if name not in parts and not name.endswith(_UNUSED)
     ]
     tensors: dict[str, LogicalTensor] = {}
@@ -62,28 +64,28 @@ def logical_tensors(
     return tensors
 
 
-def _compressed(group: QuantizedGroup) -> LogicalTensor | None:
+def _compressed(matrix: QuantizedMatrix) -> LogicalTensor | None:
     """compressed-tensors: weight_packed in words is integers, in bytes FP4; weight in one byte is
     FP8 or INT8.
     """
-    first, quantization = group.first, group.quantization
-    stem = group.stem(".weight_packed")
+    first, quantization = matrix.first, matrix.quantization
+    stem = matrix.stem(".weight_packed")
     if stem is not None:
-        scale = group.part(f"{stem}.weight_scale")
+        scale = matrix.part(f"{stem}.weight_scale")
         if first.dtype != "U8":
-            return packed_integers(group, stem, scale)
+            return packed_integers(matrix, stem, scale)
         global_scale = (
-            group.part(f"{stem}.weight_global_scale") if scale.dtype == "F8_E4M3" else None
+            matrix.part(f"{stem}.weight_global_scale") if scale.dtype == "F8_E4M3" else None
         )
-        return fp4(group, f"{stem}.weight", Scaling(scale, global_scale=global_scale))
+        return fp4(matrix, f"{stem}.weight", Scaling(scale, global_scale=global_scale))
     if first.dtype not in (*FP8, "I8") or not first.name.endswith("weight"):
         return None
-    scale, zero_point = group.part(f"{first.name}_scale"), group.zero_point(first.name)
+    scale, zero_point = matrix.part(f"{first.name}_scale"), matrix.zero_point(first.name)
     block = quantization.block or next(((1, size) for size in quantization.group_sizes), None)
-    return scaled(group, first.name, Scaling(scale, block, zero_point=zero_point))
+    return scaled(matrix, first.name, Scaling(scale, block, zero_point=zero_point))
 
 
-_READERS: Mapping[str, Callable[[QuantizedGroup], LogicalTensor | None]] = {
+_READERS: Mapping[str, Callable[[QuantizedMatrix], LogicalTensor | None]] = {
     "mxfp4": mxfp4,
     "fp8": fp8,
     "mxfp8": fp8,

@@ -9,8 +9,8 @@ from math import prod
 
 import torch
 
-from flexgen_helm.checkpoint.published import filler
-from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
+from flexgen_helm.checkpoint.published_blocks import PublishedTensor, block_reader
+from flexgen_helm.checkpoint.stored_tensors import StoredTensor
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError
 from flexgen_helm.kernels.team import use_one_thread
@@ -108,7 +108,7 @@ class LogicalTensor:
         )
 
     def _decoded(self, published: PublishedTensor) -> ReadRows:
-        fill, fmt = filler(published, self.title), published.fmt
+        fill, fmt = block_reader(published, self.title), published.fmt
 
         def rows(start: int, count: int, width: int = self.width) -> torch.Tensor:
             packed = torch.empty(count, fmt.stripe_bytes(width), dtype=torch.uint8)

@@ -7,12 +7,13 @@ import os
 import re
 from pathlib import Path
 
-from flexgen_helm.checkpoint.paths import state_dir
 from flexgen_helm.errors import CheckpointError, FlexgenError, UnprovedModelError
+from flexgen_helm.paths import state_dir
 
-# Folders that this command was given, by option; commands and engines add theirs.
+# Option -> folder that it gave this process; commands and engines add theirs.
 GIVEN_FOLDERS: dict[str, Path] = {}
-# What helps against an error of the system; against the first four another folder does, too.
+# What helps against an error of the system; against the first four another folder helps, too. Of
+# a missing file nothing can be said, not even that.
 _REMEDIES = {
     errno.ENOSPC: "free some room",
     errno.EDQUOT: "free some of the quota",
@@ -42,7 +43,8 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 def explain(error: BaseException) -> str:
     """Return an error as a sentence; of a failed system call with the file, and what helps."""
-    if isinstance(error, (CheckpointError, UnprovedModelError)):  # their advice would not help
+    # Behind these may be a failed system call, against which their own advice would not help.
+    if isinstance(error, (CheckpointError, UnprovedModelError)):
         system = system_error(error)
         error = system if system is not None and system.filename else error
     cause = error if isinstance(error, OSError) else error.__cause__

@@ -1,5 +1,5 @@
-"""Where a checkpoint stores the entries of the state dict of a model of `transformers`, and how
-they are read.
+"""A folder of safetensors files for modules of `transformers`: where the entries of their state
+dict are stored, and how they are read.
 
 Published checkpoints name and arrange weights as their makers did. `transformers` describes for
 each of its models how these become its own state dict: names are replaced, and tensors merged,
@@ -31,12 +31,12 @@ from transformers.core_model_loading import (
 
 from flexgen_helm.checkpoint.checkpoint import StoredMatrix
 from flexgen_helm.checkpoint.folder import FolderConfig, read_config
-from flexgen_helm.checkpoint.matching import missing_tensor_error
-from flexgen_helm.checkpoint.quantized.logical_tensor import (
+from flexgen_helm.checkpoint.logical_tensor import (
     FLOAT_TYPES,
     TORCH_TYPES,
     LogicalTensor,
 )
+from flexgen_helm.checkpoint.matching import missing_tensor_error
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.checkpoint.unread_tensors import check_unread
 from flexgen_helm.errors import CheckpointError
@@ -96,8 +96,8 @@ class _Conversion:
             ((entry,),) = values.values()
             return {self.key: entry}
         converter: Any = deepcopy(self.converter)
-        for pattern, of_pattern in values.items():
-            for value in of_pattern:
+        for pattern, parts in values.items():
+            for value in parts:
                 converter.add_tensor(self.key, self.key, pattern, value)
         entries = converter.convert(
             self.key, model=_OneExpert(model) if expert is not None else model, config=model.config
@@ -144,7 +144,7 @@ class StateDictReader:
         """Return the stored tensors of an entry."""
         return self._conversion(key).tensors
 
-    def has_own(self, key: str) -> bool:
+    def has_own_tensor(self, key: str) -> bool:
         """Whether an entry is stored under its own key, not only that of an entry to which it is
         tied.
         """
@@ -223,8 +223,8 @@ class StateDictReader:
     def _match(
         self, tensors: Mapping[str, LogicalTensor], state: dict[str, torch.Tensor]
     ) -> tuple[list[_Conversion], dict[str, str]]:
-        """Return the conversions, and renamed -> stored name of the tensors that are no part of
-        any.
+        """Return the conversions, and of the tensors that are no part of any: name as a key of the
+        state dict -> stored name.
 
         The order and the rules are those of `transformers.core_model_loading`.
         """
@@ -295,22 +295,22 @@ class StateDictReader:
 
     def _resolve_tied(self, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Return key -> key under which it is stored: itself, or an entry that it is tied to."""
-        tied = self._model.all_tied_weights_keys  # target -> source
+        source_of = self._model.all_tied_weights_keys  # tied key -> the one it is tied to
         may_lack = _any_of(self._model._keys_to_ignore_on_load_missing)
-        stored = {}
+        stored_keys = {}
         for key in state:
-            source = tied.get(key, key)
-            group = [
+            source = source_of.get(key, key)
+            tied_keys = [
                 key,
                 source,
-                *(target for target, tied_to in tied.items() if tied_to == source),
+                *(tied for tied, tied_to in source_of.items() if tied_to == source),
             ]
-            name = next((name for name in group if name in self._conversions), None)
-            if name is not None:
-                stored[key] = name
+            stored_key = next((tied for tied in tied_keys if tied in self._conversions), None)
+            if stored_key is not None:
+                stored_keys[key] = stored_key
             elif may_lack is None or not may_lack.search(key):
                 raise missing_tensor_error(self._path, key, self._names)
-        return stored
+        return stored_keys
 
 
 class _OneExpert:
@@ -378,7 +378,7 @@ class StateDictCheckpoint(SafetensorsCheckpoint):
         self._modules = self.config.modules
         self._reader = StateDictReader(empty_model(self._modules.text), tensors, path)
         head, table = self._modules.head_key, self._modules.table_key
-        if self._reader.has_own(head) and self._reader.has_own(table):
+        if self._reader.has_own_tensor(head) and self._reader.has_own_tensor(table):
             self._untie_if_different(self._reader.tiles(head), self._reader.tiles(table))
         self._choose_type(
             (self._reader.tensors(key)[0].dtype, shape)

@@ -14,9 +14,11 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class QuantizedGroup:
-    """Stored tensors that are one matrix of the model. first: the tensor whose name or type
-    announces it.
+class QuantizedMatrix:
+    """Stored tensors that are one matrix of the model.
+
+    first: the tensor whose name or type tells a reader that a matrix begins here; it has the codes.
+    stored: all tensors of the files by name, among which the others of the matrix are found.
     """
 
     first: StoredTensor
@@ -37,6 +39,7 @@ class QuantizedGroup:
         return part
 
     def optional(self, *names: str) -> StoredTensor | None:
+        """Return the first tensor that exists of these, if any."""
         return next((self.stored[name] for name in names if name in self.stored), None)
 
     def zero_point(self, name: str) -> StoredTensor | None:

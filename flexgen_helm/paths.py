@@ -1,4 +1,4 @@
-"""Folders of state and data, and small JSON files and locks in the state folder."""
+"""The folders of our state and of data, and small JSON files and locks in the state folder."""
 
 from __future__ import annotations
 
