@@ -130,7 +130,7 @@ def require_comparable(
                     f"first and {shown[1]} in the second; compare their scores instead, with "
                     "flexgen-helm compare --baseline MODEL"
                 )
-    shapes = [(config.num_layers, config.state_size) for config in configs]
+    shapes = [(config.num_layers, config.hidden_elements) for config in configs]
     if by_layer and shapes[0] != shapes[1]:
         words = " and ".join(f"{layers} layers of {width}" for layers, width in shapes)
         raise UsageError(
@@ -166,7 +166,7 @@ class Baseline:
         self.state_numbers = self.prompts.state_numbers() if by_layer else []
         num_states = 1 + max(map(max, self.state_numbers), default=-1)
         logits = self.prompts.num_compared, config.vocab_size
-        states = (config.num_layers + 1) * by_layer, num_states, config.state_size
+        states = (config.num_layers + 1) * by_layer, num_states, config.hidden_elements
         sizes = prod(logits), prod(states), logits[0]
         self.num_bytes = num_bytes = 4 * sum(sizes)
         identity = repr(

@@ -48,7 +48,7 @@ from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.engine.pipeline import Pipeline
 from flexgen_helm.engine.sampler import log_normalizers
 from flexgen_helm.errors import FlexgenError, Interrupted, UnprovedModelError, UsageError
-from flexgen_helm.hardware.process_state import ATTENTION, TRITON, switch_off
+from flexgen_helm.hardware.fast_paths import ATTENTION, TRITON, switch_off
 from flexgen_helm.identity import own_digest
 from flexgen_helm.kernels.attention import can_attend_caches
 from flexgen_helm.kernels.vector_products import multiplies_as_stored

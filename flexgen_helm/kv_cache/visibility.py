@@ -30,9 +30,10 @@ from flexgen_helm.models.attention import (
     num_selected,
     num_selected_tensor,
 )
-from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, Window
+from flexgen_helm.models.config import Window
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock
+from flexgen_helm.tiers import QUERY_CHUNK_TOKENS
 
 # Elements of keys and values that are dequantized at once: 16 MiB in float32.
 _DEQUANTIZED_ELEMENTS = 4 << 20

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_helm.hardware.process_state import ATTENTION, switched_off
-from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, Window
+from flexgen_helm.hardware.fast_paths import ATTENTION, switched_off
+from flexgen_helm.models.config import Window
+from flexgen_helm.tiers import QUERY_CHUNK_TOKENS, SCORE_TOKENS
 
 PartialAttention = tuple[Tensor, Tensor]  # output, log-sum-exp
 KeysValues = tuple[Tensor, Tensor]

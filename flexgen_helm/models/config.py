@@ -223,7 +223,7 @@ class ModelConfig(Identified, ABC):
         return 4
 
     @cached_property
-    def state_size(self) -> int:
+    def hidden_elements(self) -> int:
         """Elements of a token between two layers."""
         return self.hidden_size
 
@@ -353,13 +353,6 @@ EMBED_TABLE = "embed.tokens.weight"
 HEAD_MATRIX = "head.lm.weight"
 # Table of inputs of every layer, looked up by token too (Gemma 3n, Gemma 4).
 LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
-
-# Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they
-# bound the workspace.
-SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
-# Tokens of several prompts that are quantized together.
-QUANTIZED_TOKENS = 4096
-
 
 # Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight, for
 # example.
