@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
+from flexgen_helm.models.transformers_backend.classes import UNLISTED_CLASSES
 from flexgen_helm.models.transformers_backend.interfaces import (
     IMPLEMENTATION,
     register_with_transformers,

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from flexgen_helm.models.decoder import StateGroup
 from flexgen_helm.models.transformers_backend.config import Mixer, SequenceState
-from flexgen_helm.models.transformers_backend.layered_model import PastOfTokens
+from flexgen_helm.models.transformers_backend.layer_arguments import CacheStandIn
 
 # States that one module may have of each kind.
 _MAX_STATES = 8
 
 
-class StateCache(PastOfTokens):
+class StateCache(CacheStandIn):
     """Stands for the cache of one module that keeps states, for B sequences."""
 
     def __init__(self, positions: Tensor, on_state: Callable[[], None] = lambda: None) -> None:
@@ -185,7 +185,7 @@ class MixerRunner:
             cache.begin(self.mixer.states, states, hidden.dtype)
 
         def part_of(value: Any) -> Any:
-            if isinstance(value, PastOfTokens):
+            if isinstance(value, CacheStandIn):
                 return cache
             is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
             return _of_group(value, group) if is_of_tokens else value

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.models.transformers_backend.config import SharedKeys, TransformersConfig
-from flexgen_helm.models.transformers_backend.layered_model import LayerArguments
+from flexgen_helm.models.transformers_backend.layer_arguments import LayerArguments
 
 
-class TokenState:
+class HiddenRows:
     """The columns of a token's row; `ModelConfig.hidden_elements` is their number."""
 
     def __init__(self, config: TransformersConfig) -> None:
