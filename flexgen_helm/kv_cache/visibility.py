@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec
 from flexgen_helm.models.attention import (
+    Positions,
     QueryChunk,
     VisibleKeys,
     additive_mask,
@@ -290,7 +291,7 @@ def query_chunks(
             most = num_selected(nearest, fmt.value_share)
         mask = additive_mask(hidden, mask_dtype(q.device, q.dtype))
         yield QueryChunk(
-            slice(first, end), quantized, plain, mask, (at[:, 0], keys), selected, most
+            slice(first, end), quantized, plain, mask, Positions(at[:, 0], keys), selected, most
         )
 
 

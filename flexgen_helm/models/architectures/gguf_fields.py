@@ -30,13 +30,14 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     `UnsupportedArchitectureError` for keys that nothing here reads.
     """
     architecture = metadata["general.architecture"]
-    read = set()
+    keys_read = set()
 
     def key(name: str, default: Any = _REQUIRED) -> Any:
-        full = f"{architecture}.{name}"
+        """Return the value of the architecture's key `name`."""
+        full_name = f"{architecture}.{name}"
         if architecture in _USED_BY.get(name, (architecture,)):
-            read.add(full)
-        return metadata[full] if default is _REQUIRED else metadata.get(full, default)
+            keys_read.add(full_name)
+        return metadata[full_name] if default is _REQUIRED else metadata.get(full_name, default)
 
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     head_dim = int(key("attention.key_length", hidden // heads))
@@ -79,10 +80,20 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedArchitectureError(
             f"GGUF {architecture} that rotates a part of each head is not supported"
         )
-    # Values that change nothing, of keys that are not read. None: whatever the value is.
+    _require_all_read(metadata, keys_read, config)
+    return config
+
+
+def _require_all_read(
+    metadata: Mapping[str, Any], keys_read: set[str], config: Mapping[str, Any]
+) -> None:
+    """Raise `UnsupportedArchitectureError` for keys of the architecture that were not read, unless
+    their values change nothing.
+    """
+    architecture = metadata["general.architecture"]
     neutral: dict[str, Any] = {
         "vocab_size": (config["vocab_size"],),
-        "attention.value_length": (head_dim,),
+        "attention.value_length": (config["head_dim"],),
         "attention.causal": (True,),
         "attention.sliding_window_pattern": {"gemma2": (2,), "gemma3": (6,)}.get(architecture, ()),
         "expert_gating_func": (1,),  # softmax
@@ -92,16 +103,22 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "rope.scaling.yarn_log_multiplier": (0.0,),
         "tensor_data_layout": ("Meta AI original pth",),
         **dict.fromkeys(
-            ("expert_count", "expert_used_count", "expert_shared_count", "expert_group_count"), (0,)
-        ),
-        **dict.fromkeys(
-            ("pooling_type", "nextn_predict_layers", "leading_dense_block_count"), (0,)
+            (
+                "expert_count",
+                "expert_used_count",
+                "expert_shared_count",
+                "expert_group_count",
+                "pooling_type",
+                "nextn_predict_layers",
+                "leading_dense_block_count",
+            ),
+            (0,),
         ),
     }
     unread = [
         name
         for name, value in metadata.items()
-        if name.startswith(f"{architecture}.") and name not in read
+        if name.startswith(f"{architecture}.") and name not in keys_read
         if value not in neutral.get(name.removeprefix(f"{architecture}."), ())
     ]
     if unread:
@@ -109,12 +126,12 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
             f"GGUF metadata that nothing here reads, and that may change the numbers: "
             f"{', '.join(f'{name} = {str(metadata[name])[:40]}' for name in unread[:4])}"
         )
-    return config
 
 
 def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[str, Any]:
-    """Return what stretches the rotation, as llama.cpp reads it: a factor without a type is linear.
+    """Return the `rope_scaling` entry, as llama.cpp reads it: a factor without a type is linear.
 
+    key: gives the value of a key of the architecture, or the default behind its name.
     The file may have its own factors (Llama from 3.1 on, Phi-3 with a long context).
     """
     kind, positions = key("rope.scaling.type", "linear"), int(key("context_length"))

@@ -2,8 +2,6 @@
 language models.
 """
 
-from __future__ import annotations
-
 # They also see or hear, and their language model alone gives their answers to text. Each is
 # compared with its own forward pass (`tests/models/test_transformers_backend.py`). Others may
 # compute logits in another way than their language model: those of Cohere's vision models are not

@@ -156,8 +156,11 @@ def _modules(
     inputs: dict[str, Any] = {}
     if (input_table := model.layer_input_table) is not None:
         rows, width = input_table.weight.shape
-        inputs["layer_input_key"] = f"{paths[id(input_table)]}.weight"
-        inputs |= {"layer_input_rows": rows, "layer_input_size": width // len(kinds)}
+        inputs = dict(
+            layer_input_key=f"{paths[id(input_table)]}.weight",
+            layer_input_rows=rows,
+            layer_input_size=width // len(kinds),
+        )
     shared = tuple(
         SharedKeys(
             key, layer, k.shape[1], k.shape[3], v.shape[3],

@@ -217,15 +217,13 @@ def _steps(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
 
     States are updated in place, and handed to each sequence's `keep` at the end.
     """
+    if not groups:
+        return
     # The longest come first, so the sequences that have a token of a step are the first ones.
     groups = sorted(groups, key=lambda group: group.tokens.stop - group.tokens.start, reverse=True)
     tokens = [range(group.tokens.start, group.tokens.stop) for group in groups]
-    states = (
-        torch.cat([group.states for group in groups if group.states is not None])
-        if groups
-        else torch.empty(0)
-    )
-    for step in range(len(tokens[0]) if groups else 0):
+    states = torch.cat([group.states for group in groups if group.states is not None])
+    for step in range(len(tokens[0])):
         rows = [row[step] for row in tokens if step < len(row)]
         step_states = states[: len(rows)]
         tokens_of_step = torch.tensor(rows, device=states.device)
