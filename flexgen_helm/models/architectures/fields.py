@@ -144,13 +144,13 @@ def read_rope(
 
 
 def _stretching(kind: str, rope: Config, config: Config, dim: int) -> dict[str, Any]:
-    """Return the fields of `RopeConfig` for a context that is longer than the original one.
+    """Return the fields of `RopeConfig` that say how rotations are stretched to a longer context.
 
-    kind: as `transformers` names it. rope: its parameters, of the whole configuration.
+    kind: `rope_type`. rope: the rope parameters of `config`.
     dim: rotated elements of a head.
     """
     if kind == "default":
-        return {"kind": kind}
+        return {}
     if kind == "linear":
         return {"kind": kind, "factor": float(rope["factor"])}
     if kind not in ("llama3", "yarn", "longrope"):
@@ -162,8 +162,9 @@ def _stretching(kind: str, rope: Config, config: Config, dim: int) -> dict[str, 
     original = int(config.get(name) or rope.get(name) or longest)
     fields: dict[str, Any] = {"kind": kind, "original_max_positions": original}
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        return fields | {name: float(rope[name]) for name in names}
+        return fields | {
+            name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
+        }
     stretch = float(rope.get("factor") or longest / original)
     if kind == "yarn":
         return fields | dict(
@@ -176,15 +177,10 @@ def _stretching(kind: str, rope: Config, config: Config, dim: int) -> dict[str, 
     factors = tuple(float(value) for value in rope["short_factor"])
     if len(factors) != dim // 2:
         raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
-    magnitude = _longrope_magnitude(rope, stretch, original)
-    return fields | dict(kind="factors", factors=factors, magnitude=magnitude)
-
-
-def _longrope_magnitude(rope: Config, factor: float, original: int) -> float:
-    """Factor on cosines and sines: Ding et al. (2024)."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:  # Ding et al. (2024)
+        magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return fields | dict(kind="factors", factors=factors, magnitude=float(magnitude))
 
 
 def _yarn_magnitude(rope: Config, factor: float) -> float:

@@ -70,12 +70,14 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in metadata["tensor_names"],
     }
     if experts := int(key("expert_count", 0)):
-        config["num_experts"] = experts
-        config["num_experts_per_tok"] = int(key("expert_used_count"))
-        config["moe_intermediate_size"] = int(
-            key("expert_feed_forward_length", None) or config["intermediate_size"]
+        config |= dict(
+            num_experts=experts,
+            num_experts_per_tok=int(key("expert_used_count")),
+            moe_intermediate_size=int(
+                key("expert_feed_forward_length", None) or config["intermediate_size"]
+            ),
+            norm_topk_prob=True,
         )
-        config["norm_topk_prob"] = True
     if rotated != head_dim and architecture != "phi3":
         raise UnsupportedArchitectureError(
             f"GGUF {architecture} that rotates a part of each head is not supported"
@@ -156,13 +158,13 @@ def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[
             "attention_factor": magnitude,
         }
     if kind == "yarn":
-        stretched = magnitude * (1.0 + 0.1 * math.log(max(factor, 1.0)))
-        yarn = {
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
             "original_max_position_embeddings": original,
-            "attention_factor": stretched,
+            "attention_factor": magnitude * (1.0 + 0.1 * math.log(max(factor, 1.0))),
             **betas,
         }
-        return {"rope_type": "yarn", "factor": factor, **yarn}
     if magnitude != 1.0:
         raise UnsupportedArchitectureError(
             f"GGUF rope scaling {kind!r} with attn_factor {magnitude:g} is not supported"

@@ -224,8 +224,14 @@ def read_phi3(config: Config) -> DecoderConfig:
 def read_phi3_gguf(config: Config) -> DecoderConfig:
     """Read GGUF metadata, or a `config.json` that `read_phi3` has completed."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rope, windows = read_rope(config, head_dim, is_partial=True), read_windows(config)
-    return read_llama(config, "phi3", rope=rope, windows=windows, qkv_bias=False, out_bias=False)
+    return read_llama(
+        config,
+        "phi3",
+        rope=read_rope(config, head_dim, is_partial=True),
+        windows=read_windows(config),
+        qkv_bias=False,
+        out_bias=False,
+    )
 
 
 # Phi-3, 3.5 and 4: fused projections; long contexts by LongRoPE, served up to the original context.
@@ -303,8 +309,13 @@ def read_qwen3_moe(config: Config) -> DecoderConfig:
         normalize=config.get("norm_topk_prob", False),
         dense_layers=tuple(i for i in layer_indices(config) if i in dense or (i + 1) % step),
     )
-    windows = read_windows(config) if config.get("use_sliding_window") else ()
-    return read_llama(config, "qwen3_moe", qk_norm=True, experts=experts, windows=windows)
+    return read_llama(
+        config,
+        "qwen3_moe",
+        qk_norm=True,
+        experts=experts,
+        windows=read_windows(config) if config.get("use_sliding_window") else (),
+    )
 
 
 # Qwen3 with experts (30B-A3B, 235B-A22B): many small ones, eight for each token.

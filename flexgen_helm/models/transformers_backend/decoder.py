@@ -76,8 +76,7 @@ class TransformersDecoder:
         for table in (self._table, self._layer_inputs):
             if table is not None:  # it means an id, and is given numbers of the batch's rows
                 table.padding_idx = None
-        head = self._model.model.get_output_embeddings()
-        head.forward = partial(self._linear, "lm")
+        self._model.model.get_output_embeddings().forward = partial(self._linear, "lm")
         self._device = device
         # Entered while modules run, so that a token's values do not depend on its batch.
         self._functions: AbstractContextManager[Any] = (

@@ -55,11 +55,7 @@ class LayerArguments:
 
     def with_cache(self, cache_stand_in: CacheStandIn) -> LayerArguments:
         """Return the same with another stand-in for the cache, where a layer is given one."""
-        return (
-            self._with(lambda name, value: cache_stand_in if name in self.caches else value)
-            if self.caches
-            else self
-        )
+        return self._with(lambda name, value: cache_stand_in if name in self.caches else value)
 
     def with_shared_keys(self, shared: Mapping[str, tuple[Tensor, Tensor]]) -> LayerArguments:
         """Return the same with keys and values of the layers before."""
