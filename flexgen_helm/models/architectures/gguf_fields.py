@@ -42,6 +42,7 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     head_dim = int(key("attention.key_length", hidden // heads))
     rotated = int(key("rope.dimension_count", head_dim))
+    is_gemma2 = architecture == "gemma2"
     config = {
         "tensor_names": metadata["tensor_names"],
         "num_hidden_layers": int(key("block_count")),
@@ -57,16 +58,9 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": key("rope.freq_base_swa", None),
         GGUF_ROTATED: rotated,
         "rope_scaling": _rope_scaling(metadata, key),
-        "sliding_window": key(
-            "attention.sliding_window", 4096 if architecture == "gemma2" else None
-        )
-        or None,
-        "attn_logit_softcapping": key(
-            "attn_logit_softcapping", 50.0 if architecture == "gemma2" else None
-        ),
-        "final_logit_softcapping": key(
-            "final_logit_softcapping", 30.0 if architecture == "gemma2" else None
-        ),
+        "sliding_window": key("attention.sliding_window", 4096 if is_gemma2 else None) or None,
+        "attn_logit_softcapping": key("attn_logit_softcapping", 50.0 if is_gemma2 else None),
+        "final_logit_softcapping": key("final_logit_softcapping", 30.0 if is_gemma2 else None),
         "tie_word_embeddings": "output.weight" not in metadata["tensor_names"],
     }
     if experts := int(key("expert_count", 0)):
