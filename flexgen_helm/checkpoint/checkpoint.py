@@ -31,9 +31,9 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
 from flexgen_helm.checkpoint.stored_tensors import FillRows, StoredPlane, StoredRows
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError, Float16Error
-from flexgen_helm.kernels.team import stay_alone
+from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
-from flexgen_helm.quant.blocks import decode, largest, not_finite
+from flexgen_helm.quant.blocks import decode, has_non_finite, magnitude_bound
 from flexgen_helm.quant.formats import BlockFormat
 
 # Largest error of a bfloat16 tensor in float16, relative to its norm: that of rounding to bfloat16
@@ -153,16 +153,16 @@ class Checkpoint(ABC):
                 first, count = tile
                 packed = memory(offset + first, count)
                 fill(first, packed)
-                if not_finite(packed, fmt):
+                if has_non_finite(packed, fmt):
                     raise CheckpointError(
                         f"{title} contains a value that is not finite; fetch the model again"
                     )
-                if dtype != torch.float32 and largest(packed, fmt) > torch.finfo(dtype).max:
+                if dtype != torch.float32 and magnitude_bound(packed, fmt) > torch.finfo(dtype).max:
                     self._require_finite(name, decode(packed, fmt).view(-1))
                 return packed.view(-1)
 
             yield from computed_ahead(
-                read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, stay_alone
+                read, [*row_tiles([rows], fmt.stripe_bytes(width))], MOST_THREADS, use_one_thread
             )
             done += len(rows)
 

@@ -34,7 +34,7 @@ from flexgen_helm.checkpoint.stored_tensors import (
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_gguf
 from flexgen_helm.models.architectures.gguf_fields import gguf_config
-from flexgen_helm.quant.formats import BLOCK_FORMATS
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 
 # The divisor of each rotary frequency, by architecture; the first that a file has is used.
 _SHORT_FACTORS = "rope_factors_short.weight"

@@ -19,7 +19,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.attention import Way
+from flexgen_helm.kernels.attention import ScoreOptions
 from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.kv_cache.codec import KeysValues, NewTokens, place_new_tokens
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention
@@ -172,11 +172,11 @@ class LayerAttention(Attend):
     cache: KVCache
 
     @cached_property
-    def way(self) -> Way:
+    def score_options(self) -> ScoreOptions:
         """How the compiled loop scores keys."""
         config, window = self.config, self.window
         seen = None if window is None else (window.tokens, window.is_chunked)
-        return Way(config.scale, seen, config.softcap, config.slopes)
+        return ScoreOptions(config.scale, seen, config.softcap, config.slopes)
 
     def __call__(
         self,

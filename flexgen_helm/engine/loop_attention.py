@@ -38,7 +38,7 @@ from flexgen_helm.engine.attention_metadata import (
 )
 from flexgen_helm.kernels.attention import (
     BLOCK_KEYS,
-    Begun,
+    AttentionState,
     Segment,
     SegmentTable,
     TokenGroup,
@@ -114,7 +114,7 @@ class LoopAttention(AttentionBackend):
 
     def attend(self, at: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> PartialAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        begun, cache, way = Begun.empty(q), at.cache, at.way
+        state, cache, options = AttentionState.empty(q), at.cache, at.score_options
         # a prefix is read in the batch that computes it
         older = [seen for _, seen in store_prompts(self.metadata, at, k, v)]
         for step in self._steps:
@@ -122,11 +122,11 @@ class LoopAttention(AttentionBackend):
             if (new := step.stores) is not None:
                 cache.append(new.block, at.layer, new.target, k[new.tokens], v[new.tokens])
             operands = [source.read(at, (k, v), older) for source in step.table.sources]
-            part = Begun(*(x[tokens] for x in begun))
-            attend_segments(q[tokens], step.table.at(operands), way, part)
+            part = AttentionState(*(x[tokens] for x in state))
+            attend_segments(q[tokens], step.table.with_addresses(operands), options, part)
             for block in step.read_last:
                 cache.done(block, at.layer)
-        return begun.out, begun.lse
+        return state.out, state.lse
 
 
 _NEW = KeySource(lambda _, new, __: _by_head(*new))

@@ -35,10 +35,10 @@ from flexgen_helm.hardware.profile import (
     Processor,
 )
 from flexgen_helm.kernels.attention import (
+    ScoreOptions,
     Segment,
     SegmentTable,
     TokenGroup,
-    Way,
     attend_segments,
     can_attend_caches,
 )
@@ -54,7 +54,7 @@ from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.linear import tiled_linear
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.planner.problem import between_elements
-from flexgen_helm.quant.kernels import dequantize_into
+from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 
@@ -285,7 +285,7 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
         return partial(attend_causal, q, (k, v), AttentionConfig(scale))
     table = SegmentTable.of([TokenGroup(0, tokens, [Segment(0, 0, tokens)])], range(tokens))
     by_head = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    return partial(attend_segments, q, table.at([by_head]), Way(scale))
+    return partial(attend_segments, q, table.with_addresses([by_head]), ScoreOptions(scale))
 
 
 def cache_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
@@ -296,8 +296,8 @@ def cache_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
     scale, last = q.shape[-1] ** -0.5, k.shape[2] - 1
     if can_attend_caches(k.device, k.dtype):
         groups = [TokenGroup(row, 1, [Segment(0, 0, last + 1, row)]) for row in range(len(q))]
-        segments = SegmentTable.of(groups, [last] * len(q)).at([(k, v)])
-        return partial(attend_segments, q.float(), segments, Way(scale))
+        segments = SegmentTable.of(groups, [last] * len(q)).with_addresses([(k, v)])
+        return partial(attend_segments, q.float(), segments, ScoreOptions(scale))
     positions = torch.full((len(q),), last, device=q.device)
     return partial(attend_cached, q, (k, v), AttentionConfig(scale), positions)
 

@@ -59,8 +59,8 @@ from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.progress import ProgressPhase, report, silenced
 from flexgen_helm.quant.block_products import decode_into
+from flexgen_helm.quant.dequantization import dequantize_into, dequantize_with_torch
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
-from flexgen_helm.quant.kernels import dequantize_into, dequantize_with_torch
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import GenerationRequest

@@ -189,8 +189,8 @@ class DecodeAttention:
     def _attend(self, part: DecodePart, at: LayerAttention, q: Tensor) -> PartialAttention:
         block, layer, config, cache = self.given.block, at.layer, at.config, at.cache
         if self.table is not None:
-            segments = self.table.at([cache.read(block, layer, part)])
-            out, lse = attend_segments(q.float().contiguous(), segments, at.way)
+            segments = self.table.with_addresses([cache.read(block, layer, part)])
+            out, lse = attend_segments(q.float().contiguous(), segments, at.score_options)
             return out.to(q.dtype), lse
         q, positions = q[part.sequences], self.given.positions[part.sequences]
         visible = part.visible[at.window]

@@ -1,3 +1,3 @@
-"""Loops that no library has, compiled by numba for the host's processor; whoever calls them has a
-slower way.
+"""Loops that no library has, compiled by numba for the host's processor; without them PyTorch
+computes the same, more slowly.
 """

@@ -1,19 +1,24 @@
 """Products in float32 by a processor's matrix unit (AMX), which multiplies bfloat16 numbers,
 compiled.
 
-The first 8 bits of a float32 number, the next 8 and the last 8 are bfloat16 numbers, and their sum
-is the number:
+The 24 significant bits of a float32 number are split into the first 8, the next 8 and the last 8:
+three bfloat16 numbers, its parts, whose sum is the number:
 
     x = x1 + x2 + x3        y = x1 w + x2 w + x3 w        w in bfloat16
 
-A weight in float16 has 11 bits and is the sum of two such numbers, one in float32 of three. Of
-their products those below 2^-24 of the first are left out: x3 w2, x2 w3, x3 w3. Products are exact
-and sums are in float32, so y is as exact as a product in float32.
+A weight in float16 has 11 bits and two parts, one in float32 three. Of the products of parts those
+below 2^-24 of the first are left out: x3 w2, x2 w3, x3 w3. Products are exact and sums are in
+float32, so y is as exact as a product in float32.
 
-A tile register has 16 rows of 64 bytes. The unit adds to y^T [16 outputs, 16 rows] the product of w
-[16 outputs, 32] and x^T [32, 16 rows], in which numbers of a row lie in pairs. bfloat16 weights are
-read as they rest, and pairs are neighbours. Others are divided, a panel ahead of the unit; their
-pairs are numbers i and i + 16, in x too.
+    tile      a register of 16 rows of 64 bytes, or as many bytes of memory
+    step      32 columns of x and w, which one instruction multiplies: it adds to y^T [16 outputs,
+              16 rows] the product of w [16 outputs, 32] and x^T [32, 16 rows], where the numbers of
+              a row lie in pairs
+    panel     32 outputs: two tiles of weights, times two tiles of x, are four sums
+    line      one step of one output: 32 neighbouring weights
+
+bfloat16 weights are read as they rest, and pairs are neighbours. Others are split, one panel ahead
+of the unit; their pairs are numbers i and i + 16 of a step, in x too.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from flexgen_helm.kernels.amx import MATRIX, Products
+from flexgen_helm.kernels.amx import MATRIX, PANEL_OUTPUTS, AmxArgs
 from flexgen_helm.kernels.emit import (
     INT16,
     INT32,
@@ -45,27 +50,29 @@ from flexgen_helm.kernels.emit import (
 )
 from flexgen_helm.kernels.team import BFLOAT16, FLOAT16, FLOAT32
 
-# Rows of a tile; columns that one instruction multiplies; bytes of a tile's row, and of a tile.
-SIDE, DEPTH = 16, 32
-ROW_BYTES, TILE_BYTES = 64, 1024
-# Outputs of a panel: two tiles beside two tiles of rows are four sums, each operand of which is
-# used twice.
-PANEL = 2 * SIDE
-# Parts of a number of x; and with how many of them each part of a weight is multiplied: bfloat16,
-# float16, float32.
-PARTS = 3
+TILE_ROWS = 16
+STEP_COLUMNS = 32
+ROW_BYTES = 64
+TILE_BYTES = 1024
+# Parts of a number of x.
+X_PARTS = 3
+# Of each part of a weight, the number of x's parts with which it is multiplied: for weights in
+# bfloat16, float16, and float32.
 WEIGHT_PARTS = ((3,), (3, 2), (3, 2, 1))
-# Steps whose products are one chain of float32 sums. Longer ones lose digits where all terms have
-# one sign.
+# Steps whose products are summed in a tile register. Longer chains of float32 sums lose digits
+# where all terms have one sign.
 CHAIN_STEPS = 16
-# Panels whose sums wait together for the next block of columns.
-GROUP = 8
-# Bytes of weights that are asked for ahead of the division.
-_AHEAD = 2048
-_SUMS, _WEIGHTS, _ROWS = (0, 1, 2, 3), (4, 5), (6, 7)
+# Panels that are multiplied with one block of columns before the next block.
+GROUP_PANELS = 8
+# How far ahead of the split weights are prefetched.
+_PREFETCH_BYTES = 2048
+# Numbers of the tile registers.
+_SUM_TILES = (0, 1, 2, 3)
+_WEIGHT_TILES = (4, 5)
+_X_TILES = (6, 7)
 _BYTE = ir.IntType(8)
 _POINTER = _BYTE.as_pointer()
-_INTEGERS = ir.VectorType(INT32, SIDE)
+_INTEGERS = ir.VectorType(INT32, TILE_ROWS)
 
 
 def _call(builder: Any, name: str, *arguments: Any) -> None:
@@ -76,81 +83,88 @@ def _load_tile(builder: Any, tile: int, address: Any, row_bytes: Any) -> None:
     _call(builder, "tileloadd64", _BYTE(tile), builder.inttoptr(address, _POINTER), row_bytes)
 
 
-# Lines of a panel of weights, of 32 columns, that are divided. start: the first line, counted from
-# the panel's first; to: where parts go.
-_Lines = namedtuple("_Lines", "kind weights weight_row steps start to")
-# A panel of weights times one or two tiles of rows, over all steps of a block of columns, and how
-# many lines of the next panel are taken in a step.
-_Panel = namedtuple(
-    "_Panel",
-    "row_tiles kind weights weight_row rows row_tile steps sums is_first lines next_weights "
-    "next_weight_row next_steps next_start next_to",
+# Lines of a panel of weights in a block of columns, which has so many steps; `start` is the first
+# line, counted from the panel's first, and their parts are written to `target`.
+_WeightLines = namedtuple("_WeightLines", "dtype weights weight_stride steps start target")
+# A panel of weights, in bfloat16 as they rest or else split, times one or two tiles of rows of x,
+# over the steps of a block of columns. `x` is the address of the first tile's parts,
+# `x_tile_stride` the distance to the second tile's. Of the next panel `lines` lines are split
+# (`_split_lines`) in each step, from `next_start` on.
+_PanelProduct = namedtuple(
+    "_PanelProduct",
+    "row_tiles dtype weights weight_stride x x_tile_stride steps sums is_first lines next_weights "
+    "next_weight_stride next_steps next_start next_target",
 )
 
 
 @ir_statement((1, 2), (BFLOAT16, FLOAT16, FLOAT32))
-def _multiply_panel(builder: Any, given: Any) -> None:
-    """Every `CHAIN_STEPS` the tiles are added to the sums in memory, and begin with zeros again.
-    While the unit multiplies, the processor takes lines of the panel that is next (`_take_lines`).
+def _multiply_panel(builder: Any, panel: Any) -> None:
+    """Write the IR of a `_PanelProduct`. After every `CHAIN_STEPS` steps the tile registers are
+    added to the sums in memory, and begin with zeros again. While the unit multiplies, the
+    processor splits lines of the next panel.
     """
-    used = [_SUMS[2 * i + j] for i in range(2) for j in range(given.row_tiles)]
-    chain_sums = builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(VECTOR, SIDE)), INT64)
-    with cgutils.for_range_slice(builder, INT64(0), given.steps, INT64(CHAIN_STEPS)) as (start, _):
-        for tile in used:
+    sum_tiles = [_SUM_TILES[2 * i + j] for i in range(2) for j in range(panel.row_tiles)]
+    chain_tile = builder.ptrtoint(
+        cgutils.alloca_once(builder, ir.ArrayType(VECTOR, TILE_ROWS)), INT64
+    )
+    with cgutils.for_range_slice(builder, INT64(0), panel.steps, INT64(CHAIN_STEPS)) as (start, _):
+        for tile in sum_tiles:
             _call(builder, "tilezero", _BYTE(tile))
         end = builder.add(start, INT64(CHAIN_STEPS))
-        end = builder.select(builder.icmp_signed("<", end, given.steps), end, given.steps)
+        end = builder.select(builder.icmp_signed("<", end, panel.steps), end, panel.steps)
         with cgutils.for_range_slice(builder, start, end, INT64(1)) as (step, _):
-            _multiply_step(builder, given, step)
+            _multiply_step(builder, panel, step)
         has_sums = builder.or_(
-            builder.icmp_signed("==", given.is_first, INT64(0)),
+            builder.icmp_signed("==", panel.is_first, INT64(0)),
             builder.icmp_signed("!=", start, INT64(0)),
         )
-        for number, tile in enumerate(used):
-            at = builder.inttoptr(chain_sums, _POINTER)
-            _call(builder, "tilestored64", _BYTE(tile), at, INT64(ROW_BYTES))
-            sums = builder.add(given.sums, INT64(TILE_BYTES * number))
-            _add_tile(builder, chain_sums, sums, has_sums)
+        for number, tile in enumerate(sum_tiles):
+            chain_pointer = builder.inttoptr(chain_tile, _POINTER)
+            _call(builder, "tilestored64", _BYTE(tile), chain_pointer, INT64(ROW_BYTES))
+            sums = builder.add(panel.sums, INT64(TILE_BYTES * number))
+            _add_tile(builder, chain_tile, sums, has_sums)
 
 
-def _multiply_step(builder: Any, given: Any, step: Any) -> None:
-    """Multiply 32 columns."""
-    kind, pairs = given.kind, [(i, j) for i in range(2) for j in range(given.row_tiles)]
-    # Weights of several parts were divided before: two tiles of each part follow each other.
-    is_divided = kind != BFLOAT16
-    step_bytes = _step_bytes(kind) if is_divided else 2 * DEPTH
-    tile_bytes = INT64(TILE_BYTES) if is_divided else builder.mul(given.weight_row, INT64(SIDE))
-    weight_row = INT64(ROW_BYTES) if is_divided else given.weight_row
-    weights_at = builder.add(given.weights, builder.mul(step, INT64(step_bytes)))
-    rows_at = builder.add(given.rows, builder.mul(step, INT64(PARTS * TILE_BYTES)))
-    following = _Lines(
-        kind,
-        given.next_weights,
-        given.next_weight_row,
-        given.next_steps,
-        given.next_start,
-        given.next_to,
+def _multiply_step(builder: Any, panel: Any, step: Any) -> None:
+    """Multiply one step, and split some lines of the next panel."""
+    dtype, pairs = panel.dtype, [(i, j) for i in range(2) for j in range(panel.row_tiles)]
+    # Split weights are tiles, two of each part, one part after the other.
+    is_split = dtype != BFLOAT16
+    step_bytes = _step_bytes(dtype) if is_split else 2 * STEP_COLUMNS
+    tile_bytes = (
+        INT64(TILE_BYTES) if is_split else builder.mul(panel.weight_stride, INT64(TILE_ROWS))
     )
-    # Some lines behind each product of tiles: the processor looks ahead no further than some of
-    # these.
-    products, all_products = 0, INT64(sum(WEIGHT_PARTS[kind]))
-    first_line = last_line = builder.mul(step, given.lines)
-    for parts in WEIGHT_PARTS[kind]:
-        for tile in _WEIGHTS:
-            _load_tile(builder, tile, weights_at, weight_row)
-            weights_at = builder.add(weights_at, tile_bytes)
+    weight_stride = INT64(ROW_BYTES) if is_split else panel.weight_stride
+    weights = builder.add(panel.weights, builder.mul(step, INT64(step_bytes)))
+    x_parts = builder.add(panel.x, builder.mul(step, INT64(X_PARTS * TILE_BYTES)))
+    next_lines = _WeightLines(
+        dtype,
+        panel.next_weights,
+        panel.next_weight_stride,
+        panel.next_steps,
+        panel.next_start,
+        panel.next_target,
+    )
+    # Some lines behind each product of tiles, not all behind the last: the processor executes out
+    # of order, but looks ahead no further than some products.
+    products, all_products = 0, INT64(sum(WEIGHT_PARTS[dtype]))
+    first_line = end = builder.mul(step, panel.lines)
+    for parts in WEIGHT_PARTS[dtype]:
+        for tile in _WEIGHT_TILES:
+            _load_tile(builder, tile, weights, weight_stride)
+            weights = builder.add(weights, tile_bytes)
         for part in range(parts):
-            for j in range(given.row_tiles):
-                at = builder.add(rows_at, builder.mul(given.row_tile, INT64(j)))
+            for j in range(panel.row_tiles):
+                at = builder.add(x_parts, builder.mul(panel.x_tile_stride, INT64(j)))
                 at = builder.add(at, INT64(TILE_BYTES * part))
-                _load_tile(builder, _ROWS[j], at, INT64(ROW_BYTES))
+                _load_tile(builder, _X_TILES[j], at, INT64(ROW_BYTES))
             for i, j in pairs:
-                tiles = _SUMS[2 * i + j], _WEIGHTS[i], _ROWS[j]
+                tiles = _SUM_TILES[2 * i + j], _WEIGHT_TILES[i], _X_TILES[j]
                 _call(builder, "tdpbf16ps", *map(_BYTE, tiles))
             products += 1
-            taken = builder.udiv(builder.mul(given.lines, INT64(products)), all_products)
-            line, last_line = last_line, builder.add(first_line, taken)
-            _take_lines(builder, following, line, last_line)
+            num_split = builder.udiv(builder.mul(panel.lines, INT64(products)), all_products)
+            begin, end = end, builder.add(first_line, num_split)
+            _split_lines(builder, next_lines, begin, end)
 
 
 def _add_tile(builder: Any, tile: Any, sums: Any, has_sums: Any) -> None:
@@ -162,46 +176,50 @@ def _add_tile(builder: Any, tile: Any, sums: Any, has_sums: Any) -> None:
         store(builder, builder.select(has_sums, total, new), target, 4)
 
 
-def _step_bytes(kind: int) -> int:
-    """Bytes of a panel's parts in one step. One line more: so all steps of a row are not in one set
-    of the cache.
+def _step_bytes(dtype: int) -> int:
+    """Return the bytes of a panel's split weights in one step. A cache line more than the tiles, so
+    that the steps of a row do not fall into one set of the cache.
     """
-    return 2 * len(WEIGHT_PARTS[kind]) * TILE_BYTES + ROW_BYTES
+    return 2 * len(WEIGHT_PARTS[dtype]) * TILE_BYTES + ROW_BYTES
 
 
 @ir_statement()
-def _configure(builder: Any, address: Any) -> None:
-    """Give all tile registers of this thread the shape that 64 bytes at an address say."""
+def _configure_tiles(builder: Any, address: Any) -> None:
+    """Configure the tile registers of this thread by the 64 bytes at an address."""
     _call(builder, "ldtilecfg", builder.inttoptr(address, _POINTER))
 
 
 @ir_statement()
-def _release(builder: Any) -> None:
+def _release_tiles(builder: Any) -> None:
     _call(builder, "tilerelease")
 
 
 @ir_statement()
-def _store_sums(builder: Any, tile: Any, y: Any, y_row: Any, count: Any) -> None:
+def _store_sums(builder: Any, tile: Any, y: Any, y_stride: Any, count: Any) -> None:
     """Store the first `count` columns of a tile [16 outputs, 16 rows] as rows of y."""
     outputs = [
-        load(builder, builder.add(tile, INT64(ROW_BYTES * row)), VECTOR, 4) for row in range(SIDE)
+        load(builder, builder.add(tile, INT64(ROW_BYTES * row)), VECTOR, 4)
+        for row in range(TILE_ROWS)
     ]
     for row, vector in enumerate(transposed(builder, outputs)):
         with builder.if_then(builder.icmp_signed("<", INT64(row), count)):
-            store(builder, vector, builder.add(y, builder.mul(y_row, INT64(row))), 4)
+            store(builder, vector, builder.add(y, builder.mul(y_stride, INT64(row))), 4)
 
 
-def _parts_of(builder: Any, halves: list[Any], count: int, in_order: int = 0) -> list[Any]:
-    """The bfloat16 numbers that add up to those of two vectors, in pairs of 32 bits: a vector for
-    each part.
+def _split_pairs(builder: Any, halves: list[Any], count: int, in_order: int = 0) -> list[Any]:
+    """Split 32 float32 numbers, in two vectors, into `count` parts in bfloat16; return a vector of
+    pairs for each part.
 
-    A number's upper 16 bits are one of bfloat16. What they leave is exact, too.
+    A part is the upper 16 bits of a number; what is left of the number is exact, and is split on.
 
-    in_order: pairs are neighbours; else of a number of each vector, which takes fewer instructions.
+    in_order: a pair is two neighbours; else a number of each vector, which takes fewer
+    instructions.
     """
-    words, shift = ir.VectorType(INT16, 2 * SIDE), ir.Constant(_INTEGERS, [16] * SIDE)
-    mask = ir.Constant(_INTEGERS, [0xFFFF0000] * SIDE)
-    odd = ir.Constant(ir.VectorType(INT32, 2 * SIDE), [2 * lane + 1 for lane in range(2 * SIDE)])
+    words, shift = ir.VectorType(INT16, 2 * TILE_ROWS), ir.Constant(_INTEGERS, [16] * TILE_ROWS)
+    mask = ir.Constant(_INTEGERS, [0xFFFF0000] * TILE_ROWS)
+    odd = ir.Constant(
+        ir.VectorType(INT32, 2 * TILE_ROWS), [2 * lane + 1 for lane in range(2 * TILE_ROWS)]
+    )
     parts = []
     for _ in range(count):
         first, second = (builder.bitcast(half, _INTEGERS) for half in halves)
@@ -217,48 +235,48 @@ def _parts_of(builder: Any, halves: list[Any], count: int, in_order: int = 0) ->
     return parts
 
 
-# Rows of x from an address on, the last of which is `last`.
-_RowTile = namedtuple("_RowTile", "in_order x x_row last to")
+# A step of up to 16 rows of x, whose last has the number `last`, and the address for its parts;
+# in_order: see `_split_pairs`.
+_XTile = namedtuple("_XTile", "in_order x x_stride last target")
 
 
 @ir_statement((0, 1))
-def _divide_tile(builder: Any, given: Any) -> None:
-    """Write a tile of each part of x [16 rows, 32 columns]; rows behind the last one repeat it."""
-    pairs: list[list[Any]] = [[] for _ in range(PARTS)]
-    for row in range(SIDE):
-        inside = builder.icmp_signed("<", INT64(row), given.last)
-        number = builder.select(inside, INT64(row), given.last)
-        at = builder.add(given.x, builder.mul(given.x_row, number))
+def _split_x_tile(builder: Any, x_tile: Any) -> None:
+    """Write the IR of an `_XTile`: store a tile of each part; rows behind the last repeat it."""
+    pairs: list[list[Any]] = [[] for _ in range(X_PARTS)]
+    for row in range(TILE_ROWS):
+        inside = builder.icmp_signed("<", INT64(row), x_tile.last)
+        number = builder.select(inside, INT64(row), x_tile.last)
+        at = builder.add(x_tile.x, builder.mul(x_tile.x_stride, number))
         halves = [
             load(builder, builder.add(at, INT64(ROW_BYTES * half)), VECTOR, 4) for half in range(2)
         ]
-        for part, joined in enumerate(_parts_of(builder, halves, PARTS, given.in_order)):
+        for part, joined in enumerate(_split_pairs(builder, halves, X_PARTS, x_tile.in_order)):
             pairs[part].append(joined)
     for part, rows in enumerate(pairs):
         for row, vector in enumerate(transposed(builder, rows)):
-            at = builder.add(given.to, INT64(TILE_BYTES * part + ROW_BYTES * row))
+            at = builder.add(x_tile.target, INT64(TILE_BYTES * part + ROW_BYTES * row))
             store(builder, vector, at, 4)
 
 
 @ir_statement((FLOAT16, FLOAT32))
-def _divide_panel(builder: Any, panel: Any) -> None:
-    """Divide a panel at once, where none is multiplied meanwhile."""
-    _take_lines(builder, panel, INT64(0), builder.mul(panel.steps, INT64(PANEL)))
+def _split_panel(builder: Any, lines: Any) -> None:
+    """Split all lines of a panel at once: the first one, while none is multiplied."""
+    _split_lines(builder, lines, INT64(0), builder.mul(lines.steps, INT64(PANEL_OUTPUTS)))
 
 
-def _take_lines(builder: Any, panel: Any, first: Any, last: Any) -> None:
-    """Emit a loop over lines of a panel, in the order in which they lie in memory.
+def _split_lines(builder: Any, lines: Any, first: Any, last: Any) -> None:
+    """Write the IR of a loop that splits the lines first … last - 1, counted from `lines.start`, in
+    the order in which they lie in memory. Lines in bfloat16, which need no split, are prefetched.
 
-    Lines in bfloat16 are only asked for. Others are divided: two tiles of each part, step by step.
-
-    first, last: lines, counted from the start; those behind the panel's end are none.
+    Lines behind the panel's end are left out.
     """
-    steps, element = panel.steps, 4 if panel.kind == FLOAT32 else 2
-    first, last = builder.add(first, panel.start), builder.add(last, panel.start)
-    end = builder.mul(steps, INT64(PANEL))
+    steps, element = lines.steps, 4 if lines.dtype == FLOAT32 else 2
+    first, last = builder.add(first, lines.start), builder.add(last, lines.start)
+    end = builder.mul(steps, INT64(PANEL_OUTPUTS))
     last = builder.select(builder.icmp_signed("<", last, end), last, end)
-    head, loop, behind = (builder.append_basic_block() for _ in range(3))
-    builder.cbranch(builder.icmp_signed("<", first, last), head, behind)
+    head, loop, done = (builder.append_basic_block() for _ in range(3))
+    builder.cbranch(builder.icmp_signed("<", first, last), head, done)
     builder.position_at_end(head)
     first_row = builder.udiv(first, steps)
     first_step = builder.sub(first, builder.mul(first_row, steps))
@@ -268,209 +286,224 @@ def _take_lines(builder: Any, panel: Any, first: Any, last: Any) -> None:
     for phi, value in zip((number, row, step), (first, first_row, first_step)):
         phi.add_incoming(value, head)
     line = builder.add(
-        builder.add(panel.weights, builder.mul(panel.weight_row, row)),
-        builder.mul(step, INT64(element * DEPTH)),
+        builder.add(lines.weights, builder.mul(lines.weight_stride, row)),
+        builder.mul(step, INT64(element * STEP_COLUMNS)),
     )
-    if panel.kind == BFLOAT16:
+    if lines.dtype == BFLOAT16:
         prefetch(builder, line, 2)
     else:
         # Rows of the second tile follow the 16 of the first one.
         in_tiles = builder.add(
-            builder.mul(row, INT64(ROW_BYTES)), builder.mul(step, INT64(_step_bytes(panel.kind)))
+            builder.mul(row, INT64(ROW_BYTES)), builder.mul(step, INT64(_step_bytes(lines.dtype)))
         )
-        _divide_line(builder, panel.kind, line, builder.add(panel.to, in_tiles))
-    following, next_step = builder.add(number, INT64(1)), builder.add(step, INT64(1))
+        _split_line(builder, lines.dtype, line, builder.add(lines.target, in_tiles))
+    next_line, next_step = builder.add(number, INT64(1)), builder.add(step, INT64(1))
     is_end = builder.icmp_signed("==", next_step, steps)
-    number.add_incoming(following, loop)
+    number.add_incoming(next_line, loop)
     row.add_incoming(builder.select(is_end, builder.add(row, INT64(1)), row), loop)
     step.add_incoming(builder.select(is_end, INT64(0), next_step), loop)
-    builder.cbranch(builder.icmp_signed("<", following, last), loop, behind)
-    builder.position_at_end(behind)
+    builder.cbranch(builder.icmp_signed("<", next_line, last), loop, done)
+    builder.position_at_end(done)
 
 
-def _divide_line(builder: Any, kind: int, line: Any, target: Any) -> None:
-    """Write the parts of 32 neighbouring weights."""
-    element, vector = (4, VECTOR) if kind == FLOAT32 else (2, ir.VectorType(ir.HalfType(), SIDE))
-    for ahead in range(0, element * DEPTH, ROW_BYTES):
-        prefetch(builder, builder.add(line, INT64(_AHEAD + ahead)))
+def _split_line(builder: Any, dtype: int, line: Any, target: Any) -> None:
+    """Write the IR that splits one line and stores its parts in the tiles of the next panel."""
+    element, vector = (
+        (4, VECTOR) if dtype == FLOAT32 else (2, ir.VectorType(ir.HalfType(), TILE_ROWS))
+    )
+    for ahead in range(0, element * STEP_COLUMNS, ROW_BYTES):
+        prefetch(builder, builder.add(line, INT64(_PREFETCH_BYTES + ahead)))
     halves = [
-        load(builder, builder.add(line, INT64(element * SIDE * half)), vector, element)
+        load(builder, builder.add(line, INT64(element * TILE_ROWS * half)), vector, element)
         for half in range(2)
     ]
-    halves = [builder.fpext(half, VECTOR) for half in halves] if kind == FLOAT16 else halves
-    for part, joined in enumerate(_parts_of(builder, halves, len(WEIGHT_PARTS[kind]))):
+    halves = [builder.fpext(half, VECTOR) for half in halves] if dtype == FLOAT16 else halves
+    for part, joined in enumerate(_split_pairs(builder, halves, len(WEIGHT_PARTS[dtype]))):
         store(builder, joined, builder.add(target, INT64(2 * TILE_BYTES * part)), ROW_BYTES)
 
 
 @njit
-def _prepare(memory: Any) -> None:
-    """Give all tile registers of this thread 16 rows of 64 bytes."""
-    shape = integers(memory, 8)
+def _prepare_tiles(scratch: Any) -> None:
+    """Configure the tile registers of this thread: 16 rows of 64 bytes each. The first 64 bytes of
+    the scratch memory are written for that.
+    """
+    shape = integers(scratch, 8)
     shape[:] = 0
     shape[0] = 1  # the palette; then the bytes of a row and the rows of each register
     shape[2:4] = ROW_BYTES << 48 | ROW_BYTES << 32 | ROW_BYTES << 16 | ROW_BYTES
     shape[6] = 0x1010101010101010
-    _configure((memory,))
+    _configure_tiles((scratch,))
 
 
-_MOST_STEP_BYTES = _step_bytes(FLOAT32)
-# Of a column of two panels in float16 that are divided.
-PANEL_BYTES = 2 * _step_bytes(FLOAT16) // DEPTH
+_MAX_STEP_BYTES = _step_bytes(FLOAT32)
+# Of one column of two panels that are split, in float16.
+PANEL_BYTES = 2 * _step_bytes(FLOAT16) // STEP_COLUMNS
 
 
-# A thread's panels of weights and its memory: parts of x, of two panels in turn, and sums that wait
-# for the next block of columns.
-_Share = namedtuple("_Share", "first_panel last_panel tiles divided divided_bytes waiting")
-# A panel's weights in a block of columns, and its first output in y. Panels of a group are
-# multiplied before the next block of columns.
-_Turn = namedtuple("_Turn", "group column panel weights w_row steps y y_row")
+# The panels of a thread, and addresses in its scratch memory: of x's parts, of two panels of split
+# weights, each of `split_bytes`, and of the sums, which wait there for the next block of columns.
+_ThreadWork = namedtuple("_ThreadWork", "first_panel end_panel x_parts split split_bytes sums")
+# The weights of a panel in a block of columns, and the address of its first output in y. `group` is
+# the first of the `GROUP_PANELS` panels that are multiplied before the next block of columns.
+_PanelBlock = namedtuple("_PanelBlock", "group column panel weights w_stride steps y y_stride")
 
 
 @njit
-def _turn(given: Any, share: Any, group: Any, column: Any, panel: Any) -> Any:
-    """Return what is multiplied in a turn; no steps behind the last panel."""
-    matrices = records(given.matrices, given.num_matrices, MATRIX)
-    matrix, number = 0, min(panel, share.last_panel - 1)
+def _panel_block(args: Any, work: Any, group: Any, column: Any, panel: Any) -> Any:
+    """Return a panel in the block of columns that begins at `column`; without steps if it is behind
+    the thread's last panel.
+    """
+    matrices = records(args.matrices, args.num_matrices, MATRIX)
+    matrix, number = 0, min(panel, work.end_panel - 1)
     while number >= matrices[matrix].panels:
         number -= matrices[matrix].panels
         matrix += 1
-    at, element = matrices[matrix], 4 if given.kind == FLOAT32 else 2
+    record, element = matrices[matrix], 4 if args.dtype == FLOAT32 else 2
     # The last panel of a matrix is whole: it computes some outputs of the one before it again.
-    output = min(number * PANEL, at.outputs - PANEL)
-    steps = min(given.block, given.width - column) // DEPTH
-    return _Turn(
+    output = min(number * PANEL_OUTPUTS, record.outputs - PANEL_OUTPUTS)
+    steps = min(args.block_columns, args.width - column) // STEP_COLUMNS
+    return _PanelBlock(
         group=group,
         column=column,
         panel=panel,
-        weights=at.w + output * at.w_row + column * element,
-        w_row=at.w_row,
-        steps=steps if panel < share.last_panel else 0,
-        y=at.y + output * 4,
-        y_row=at.outputs * 4,
+        weights=record.w + output * record.w_stride + column * element,
+        w_stride=record.w_stride,
+        steps=steps if panel < work.end_panel else 0,
+        y=record.y + output * 4,
+        y_stride=record.outputs * 4,
     )
 
 
 @njit
-def _following(given: Any, share: Any, turn: Any) -> Any:
-    """Return what is next: a panel of the group, else its first in the next columns, else the next
-    group's.
+def _next_panel_block(args: Any, work: Any, current: Any) -> Any:
+    """Return what is multiplied after `current`: the group's next panel; behind its last, its first
+    panel in the next block of columns; behind the last block, the next group's first panel.
     """
-    group, column, panel = turn.group, turn.column, turn.panel + 1
-    group_panels = GROUP if given.block < given.width else max(1, given.panels)
-    if panel >= min(group + group_panels, share.last_panel):
-        column += given.block
-        if column >= given.width:
+    group, column, panel = current.group, current.column, current.panel + 1
+    group_panels = GROUP_PANELS if args.block_columns < args.width else max(1, args.panels)
+    if panel >= min(group + group_panels, work.end_panel):
+        column += args.block_columns
+        if column >= args.width:
             group, column = group + group_panels, 0
         panel = group
-    return _turn(given, share, group, column, panel)
+    return _panel_block(args, work, group, column, panel)
 
 
 @njit
-def _divide_rows(given: Any, share: Any, first: Any, rows: Any) -> None:
-    """Write the parts of a block of rows of x."""
-    steps = given.width // DEPTH
-    for tile in range((rows + SIDE - 1) // SIDE):
+def _split_x_rows(args: Any, work: Any, first: Any, rows: Any) -> None:
+    """Split the rows first … first + rows - 1 of x, all columns."""
+    steps = args.width // STEP_COLUMNS
+    for tile in range((rows + TILE_ROWS - 1) // TILE_ROWS):
         for step in range(steps):
-            source = given.x + (first + tile * SIDE) * given.x_row + step * 4 * DEPTH
-            target = share.tiles + (tile * steps + step) * PARTS * TILE_BYTES
-            last = min(SIDE, rows - tile * SIDE) - 1
-            _divide_tile(_RowTile(given.kind == BFLOAT16, source, given.x_row, last, target))
+            source = args.x + (first + tile * TILE_ROWS) * args.x_stride + step * 4 * STEP_COLUMNS
+            target = work.x_parts + (tile * steps + step) * X_PARTS * TILE_BYTES
+            last = min(TILE_ROWS, rows - tile * TILE_ROWS) - 1
+            _split_x_tile(_XTile(args.dtype == BFLOAT16, source, args.x_stride, last, target))
 
 
 @njit
-def _multiply_rows(given: Any, share: Any, first: Any, rows: Any) -> None:
-    """Multiply a block of rows, which are divided, with all panels of a thread."""
-    turn = _turn(given, share, share.first_panel, 0, share.first_panel)
-    divided, next_divided = share.divided, share.divided + share.divided_bytes
-    if given.kind != BFLOAT16 and turn.steps > 0:
-        _divide_panel(_Lines(given.kind, turn.weights, turn.w_row, turn.steps, 0, divided))
-    while turn.panel < share.last_panel:
-        following = _following(given, share, turn)
-        _multiply_turn(given, share, (first, rows), (turn, following), (divided, next_divided))
-        turn, divided, next_divided = following, next_divided, divided
+def _multiply_rows(args: Any, work: Any, first: Any, rows: Any) -> None:
+    """Multiply a block of rows, whose parts were written before, with all panels of the thread."""
+    current = _panel_block(args, work, work.first_panel, 0, work.first_panel)
+    split, next_split = work.split, work.split + work.split_bytes
+    if args.dtype != BFLOAT16 and current.steps > 0:
+        _split_panel(
+            _WeightLines(args.dtype, current.weights, current.w_stride, current.steps, 0, split)
+        )
+    while current.panel < work.end_panel:
+        following = _next_panel_block(args, work, current)
+        _multiply_panel_block(args, work, (first, rows), (current, following), (split, next_split))
+        current, split, next_split = following, next_split, split
 
 
 @njit
-def _multiply_turn(given: Any, share: Any, block: Any, turns: Any, divided: Any) -> None:
-    """Multiply one panel with a block of rows, and take the one of the next turn meanwhile.
+def _multiply_panel_block(
+    args: Any, work: Any, rows_of_block: Any, panel_blocks: Any, split: Any
+) -> None:
+    """Multiply a panel with a block of rows, and split the next panel meanwhile.
 
-    block: first row, and rows. divided: where the parts of both panels are.
+    rows_of_block: the first row, and how many.
+    panel_blocks: the panel that is multiplied, and the next one.
+    split: the addresses of the split weights of both.
     """
-    (first, rows), (turn, following) = block, turns
-    row_tiles, steps = (rows + SIDE - 1) // SIDE, given.width // DEPTH
-    of_turn = (row_tiles + 1) // 2 * turn.steps
-    lines = (PANEL * following.steps + of_turn - 1) // of_turn
+    (first, rows), (current, following) = rows_of_block, panel_blocks
+    row_tiles, steps = (rows + TILE_ROWS - 1) // TILE_ROWS, args.width // STEP_COLUMNS
+    first_step = current.column // STEP_COLUMNS
+    panel_steps = (row_tiles + 1) // 2 * current.steps
+    lines = (PANEL_OUTPUTS * following.steps + panel_steps - 1) // panel_steps
     for tile in range(0, row_tiles, 2):
-        both, sums = min(2, row_tiles - tile), share.waiting
-        if given.block < given.width:
-            sums += ((turn.panel - turn.group) * (row_tiles + 1) + tile) * 2 * TILE_BYTES
+        num_tiles, sums = min(2, row_tiles - tile), work.sums
+        if args.block_columns < args.width:
+            sums += ((current.panel - current.group) * (row_tiles + 1) + tile) * 2 * TILE_BYTES
         _multiply_panel(
-            _Panel(
-                row_tiles=both,
-                kind=given.kind,
-                weights=turn.weights if given.kind == BFLOAT16 else divided[0],
-                weight_row=turn.w_row,
-                rows=share.tiles + (tile * steps + turn.column // DEPTH) * PARTS * TILE_BYTES,
-                row_tile=steps * PARTS * TILE_BYTES,
-                steps=turn.steps,
+            _PanelProduct(
+                row_tiles=num_tiles,
+                dtype=args.dtype,
+                weights=current.weights if args.dtype == BFLOAT16 else split[0],
+                weight_stride=current.w_stride,
+                x=work.x_parts + (tile * steps + first_step) * X_PARTS * TILE_BYTES,
+                x_tile_stride=steps * X_PARTS * TILE_BYTES,
+                steps=current.steps,
                 sums=sums,
-                is_first=np.int64(turn.column == 0),
+                is_first=np.int64(current.column == 0),
                 lines=lines,
                 next_weights=following.weights,
-                next_weight_row=following.w_row,
+                next_weight_stride=following.w_stride,
                 next_steps=following.steps,
-                next_start=tile // 2 * turn.steps * lines,
-                next_to=divided[1],
+                next_start=tile // 2 * current.steps * lines,
+                next_target=split[1],
             )
         )
-        if turn.column + given.block < given.width:
+        if current.column + args.block_columns < args.width:
             continue
         for i in range(2):
-            for j in range(both):
-                row = (tile + j) * SIDE
-                y = turn.y + (first + row) * turn.y_row + i * SIDE * 4
-                at = sums + (i * both + j) * TILE_BYTES
-                _store_sums((at, y, turn.y_row, min(SIDE, rows - row)))
+            for j in range(num_tiles):
+                row = (tile + j) * TILE_ROWS
+                y = current.y + (first + row) * current.y_stride + i * TILE_ROWS * 4
+                tile_sums = sums + (i * num_tiles + j) * TILE_BYTES
+                _store_sums((tile_sums, y, current.y_stride, min(TILE_ROWS, rows - row)))
 
 
-@partial(Loop, Products)
-def multiply(given: Any, part: Any, parts: Any) -> None:
-    """y = x w^T for x [T, width] in float32 and some matrices w [outputs, width].
+@partial(Loop, AmxArgs)
+def multiply(args: Any, thread: Any, threads: Any) -> None:
+    """Compute y = x w^T for x [T, width] in float32 and each of some matrices w [outputs, width].
 
-    Threads divide rows among them, and outputs where rows are few: none waits for another. A thread
-    takes its rows in blocks whose parts stay in its core's cache while panels of weights pass by,
-    and wide ones in blocks of columns too.
+    Threads divide the rows among them, and, where these are few, the panels too: none waits for
+    another. A thread takes its rows in blocks whose parts stay in its core's cache while panels of
+    weights pass by, and wide rows in blocks of columns too.
     The order of a sum depends on the width alone.
     """
-    row_groups = min(given.groups, parts)
-    output_groups = parts // row_groups
-    if part >= row_groups * output_groups:
+    row_groups = min(args.row_groups, threads)
+    output_groups = threads // row_groups
+    if thread >= row_groups * output_groups:
         return
-    memory, all_tiles = given.memory + part * given.share, (given.count + SIDE - 1) // SIDE
-    _prepare(memory)
-    divided = memory + 64 + given.rows * given.width * 2 * PARTS
-    divided_bytes = given.block // DEPTH * _MOST_STEP_BYTES
-    row_group, output_group = part // output_groups, part % output_groups
-    share = _Share(
-        first_panel=given.panels * output_group // output_groups,
-        last_panel=given.panels * (output_group + 1) // output_groups,
-        tiles=memory + 64,
-        divided=divided,
-        divided_bytes=divided_bytes,
-        waiting=divided + 2 * divided_bytes,
+    scratch = args.scratch + thread * args.scratch_bytes
+    all_tiles = (args.x_rows + TILE_ROWS - 1) // TILE_ROWS
+    _prepare_tiles(scratch)
+    split = scratch + 64 + args.block_rows * args.width * 2 * X_PARTS
+    split_bytes = args.block_columns // STEP_COLUMNS * _MAX_STEP_BYTES
+    row_group, output_group = thread // output_groups, thread % output_groups
+    work = _ThreadWork(
+        first_panel=args.panels * output_group // output_groups,
+        end_panel=args.panels * (output_group + 1) // output_groups,
+        x_parts=scratch + 64,
+        split=split,
+        split_bytes=split_bytes,
+        sums=split + 2 * split_bytes,
     )
-    last_row = min(all_tiles * (row_group + 1) // row_groups * SIDE, given.count)
-    for first in range(all_tiles * row_group // row_groups * SIDE, last_row, given.rows):
-        rows = min(given.rows, last_row - first)
-        _divide_rows(given, share, first, rows)
-        _multiply_rows(given, share, first, rows)
-    _release(())
+    last_row = min(all_tiles * (row_group + 1) // row_groups * TILE_ROWS, args.x_rows)
+    for first in range(all_tiles * row_group // row_groups * TILE_ROWS, last_row, args.block_rows):
+        rows = min(args.block_rows, last_row - first)
+        _split_x_rows(args, work, first, rows)
+        _multiply_rows(args, work, first, rows)
+    _release_tiles(())
 
 
-def scratch_bytes(rows: int, width: int, block: int) -> int:
-    """Return the bytes of a thread's memory in `multiply`, whole lines of the cache; rows: of a
-    block.
+def scratch_bytes(rows: int, width: int, block_columns: int) -> int:
+    """Return the bytes of a thread's scratch memory in `multiply`, whole cache lines.
+
+    rows, block_columns: of a block.
     """
-    divided = 2 * (block // DEPTH) * _MOST_STEP_BYTES
-    waiting = GROUP * (rows // SIDE + 1) if block < width else 2
-    return 64 + rows * width * 2 * PARTS + divided + 2 * waiting * TILE_BYTES
+    split = 2 * (block_columns // STEP_COLUMNS) * _MAX_STEP_BYTES
+    sum_tiles = GROUP_PANELS * (rows // TILE_ROWS + 1) if block_columns < width else 2
+    return 64 + rows * width * 2 * X_PARTS + split + 2 * sum_tiles * TILE_BYTES

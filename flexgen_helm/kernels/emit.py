@@ -1,13 +1,13 @@
-"""Building blocks of the compiled loops, with code in LLVM's language (IR) for what Python cannot
-say.
+"""Building blocks of the compiled loops: Python that numba compiles, with code in LLVM's
+intermediate representation (IR) for what Python cannot say, such as vectors.
 
-`Loop` compiles one. `floats`, `integers` and `records` view memory. `ir_statement` and
-`ir_expression` make functions that loops call, of functions that write IR. The others write such
-IR.
+    Loop                            a compiled loop, which threads call
+    floats, integers, records       called in a loop: view memory as an array
+    ir_statement, ir_expression     turn a function that writes IR into one that a loop can call
+    the others                      write IR at a builder's position, and return its value
 
-numba compiles them for the processor at hand, or for the one that NUMBA_CPU_NAME and
-NUMBA_CPU_FEATURES name.
-Addresses and distances between rows are in bytes.
+numba compiles for the processor at hand, or for the one that NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+name. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from flexgen_helm.progress import Message, report
 
 def _has(feature: str) -> bool:
     """Return whether numba compiles for an extension of the processor, by LLVM's name."""
-    chosen: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
-    if chosen is not None:
-        return f"+{feature}" in chosen.split(",")
+    features: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if features is not None:
+        return f"+{feature}" in features.split(",")
     return bool(llvmlite.binding.get_host_cpu_features().get(feature))
 
 
@@ -59,14 +59,15 @@ njit: Callable[[Callable[..., Any]], Any] = numba.njit(error_model="numpy")
 
 
 class Loop:
-    """A function that OpenMP's threads call with one address, of its header
-    (`team.run_on_threads`).
+    """A function that each thread of OpenMP's team calls, with the address of a header and the
+    arguments behind it (`team.run_on_threads`).
 
-        @partial(Loop, namedtuple("Row", "x width"))
-        def double(given, part, parts): …           given.x and given.width are integers
+        @partial(Loop, namedtuple("RowArgs", "x width"))
+        def double(args, thread, threads): …        args.x and args.width are integers
 
-    arguments: names what it is given behind the header.
-    body: also gets the number of this thread's part of the work, and of parts.
+    arguments: a named tuple's class; all its fields are 64-bit integers.
+    body: the function, of the arguments, the number of the calling thread, and that of all threads,
+        by which it chooses its part of the work.
     """
 
     def __init__(self, arguments: Any, body: Any) -> None:
@@ -74,10 +75,10 @@ class Loop:
 
     @cached_property
     def address(self) -> int:
-        """Compile it for this processor, or take what an earlier process compiled."""
-        # numba keeps what it compiled by name, until this file changes. With the digest of all
-        # sources in its name, a change anywhere compiles it again. What it kept of two functions
-        # of one name, and loads into one process, calls one of them.
+        """Compile it for this processor, or load what an earlier process compiled."""
+        # numba caches code on disk by the function's name, until its file changes. The digest of
+        # all sources in the name compiles it again when another file changes. Names must differ: of
+        # two cached functions of one name, loaded into one process, one would be called for both.
         source = Path(self.body.__code__.co_filename)
         name = f"{source.stem}_{self.body.__name__}_{_digest(source.parent)}"
         self.body.__qualname__ = name
@@ -86,7 +87,7 @@ class Loop:
         entry.__qualname__ = name
         try:
             return self._compile(entry, cache=True)
-        except (RuntimeError, OSError):  # numba may write nowhere, or what it writes has no room
+        except (RuntimeError, OSError):  # numba finds no folder to write to, or the disk is full
             return self._compile(entry, cache=False)
         except Exception as error:
             if type(error).__name__ not in ("EOFError", "UnpicklingError"):
@@ -114,74 +115,82 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
-# What `Loop` sets for a loop.
+# Globals of `_entry`, which `Loop` replaces by those of one loop.
 _body: Any = None
 _arguments: Any = None
 
 
 def _entry(address: Any) -> None:
-    """What C calls. A part that is not done in the end has raised."""
+    """Run a loop's body on the calling thread; the address is that of the header. A status that is
+    not `DONE` in the end says that the body has raised.
+    """
     header = integers(address, 2)
-    part, parts = np.int64(0), np.int64(1)
+    thread, threads = np.int64(0), np.int64(1)
     if header[0] != 0:
-        part, parts = np.int64(_call(header[0])), np.int64(_call(header[1]))
-    # the word of a part, before the header
-    state = integers(address - 8 - 8 * part, 1)
-    state[0] = BEGUN
-    _body(_arguments(address), part, parts)
-    state[0] = DONE
+        thread, threads = np.int64(_call(header[0])), np.int64(_call(header[1]))
+    # the statuses lie before the header, thread 0 last
+    status = integers(address - 8 - 8 * thread, 1)
+    status[0] = BEGUN
+    _body(_arguments(address), thread, threads)
+    status[0] = DONE
 
 
 def ir_statement(*choices: tuple[int, ...]) -> Callable[[Callable[..., None]], Any]:
-    """Let loops call a function that writes IR; they pass a tuple of integers, or a named one.
+    """Let loops call a function that writes IR. A loop passes one tuple of integers.
 
         @ir_statement((1, 2))
         def _add(builder, count, target): …    a loop calls _add((count, target)); count is 1 or 2
 
-    choices: what the first integers may be. There is code for each combination, for which the
-        function gets Python's numbers; of the integers behind them it gets values of the IR.
-    A named tuple is given as one, others as arguments.
+    choices: the values that each of the first integers may have. The function is called for each
+        combination and gets these as Python integers, the other integers as values of the IR; the
+        loop runs the code of the combination that it passes.
+    The function gets a named tuple as one argument, the elements of a plain one as several.
     """
 
-    def decorate(emit: Callable[..., None]) -> Any:
-        def call(typing: Any, integers: Any) -> Any:
-            named = getattr(integers, "instance_class", None)
+    def decorate(write: Callable[..., None]) -> Any:
+        def typer(typing: Any, element_types: Any) -> Any:
+            named_tuple = getattr(element_types, "instance_class", None)
 
             def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
-                given = [
-                    context.cast(builder, value, kind, int64)
-                    for value, kind in zip(cgutils.unpack_tuple(builder, arguments[0]), integers)
+                values = [
+                    context.cast(builder, value, type_, int64)
+                    for value, type_ in zip(
+                        cgutils.unpack_tuple(builder, arguments[0]), element_types
+                    )
                 ]
-                for case in product(*choices):
+                for choice in product(*choices):
                     equal = [
                         builder.icmp_signed("==", value, INT64(number))
-                        for value, number in zip(given, case)
+                        for value, number in zip(values, choice)
                     ]
                     with builder.if_then(reduce(builder.and_, equal, cgutils.true_bit)):
-                        values = *case, *given[len(case) :]
-                        emit(builder, *(values if named is None else [named(*values)]))
+                        given = *choice, *values[len(choice) :]
+                        write(builder, *(given if named_tuple is None else [named_tuple(*given)]))
 
-            return types.void(integers), generate
+            return types.void(element_types), generate
 
-        return intrinsic(call)
+        return intrinsic(typer)
 
     return decorate
 
 
 def ir_expression(function: Callable[..., Any], signature: Any) -> Any:
-    """Let loops call function(builder, argument), which writes IR for a value."""
+    """Let loops call function(builder, argument), which writes the IR of a value and returns it.
 
-    def call(typing: Any, argument: Any) -> Any:
+    signature: the types of the value and the argument, for numba.
+    """
+
+    def typer(typing: Any, argument: Any) -> Any:
         return signature, lambda context, builder, _, arguments: function(builder, *arguments)
 
-    return intrinsic(call)
+    return intrinsic(typer)
 
 
 pointer = ir_expression(
     lambda builder, address: builder.inttoptr(address, ir.IntType(8).as_pointer()),
     types.voidptr(int64),
 )
-# Call the function without arguments at an address; it returns 32 bits.
+# Call the C function at an address: int32_t f(void).
 _call = ir_expression(
     lambda builder, address: builder.call(
         builder.inttoptr(address, ir.FunctionType(INT32, []).as_pointer()), []
@@ -189,7 +198,7 @@ _call = ir_expression(
     types.int32(int64),
 )
 
-# A 16-bit number of IEEE as float32, where the processor converts it.
+# The bits of an FP16 number -> float32; only if `CONVERTS_HALVES`.
 half_to_float = ir_expression(
     lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), FLOAT),
     types.float32(types.uint16),
@@ -209,36 +218,43 @@ def integers(address: Any, count: Any) -> Any:
 
 
 @njit
-def records(address: Any, count: Any, kind: Any) -> Any:
+def records(address: Any, count: Any, dtype: Any) -> Any:
     """View neighbouring records of a structured dtype."""
-    return numba.carray(pointer(address), count, kind)
+    return numba.carray(pointer(address), count, dtype)
 
 
-_HEADER_BYTES = 16  # of two numbers (`team.run_on_threads`)
+_HEADER_BYTES = 16  # of two integers (`team.run_on_threads`)
 
 
 def _reader_of(arguments: Any) -> Any:
-    """Return a function that reads the arguments of a loop, behind its header."""
-    result = types.NamedUniTuple(int64, len(arguments._fields), arguments)
+    """Return a function for loops: the address of a header -> the arguments behind it, in the named
+    tuple's class `arguments`.
+    """
+    result_type = types.NamedUniTuple(int64, len(arguments._fields), arguments)
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        first = builder.add(given[0], INT64(_HEADER_BYTES))
+    def generate(context: Any, builder: Any, signature: Any, arguments_: Any) -> Any:
+        first = builder.add(arguments_[0], INT64(_HEADER_BYTES))
         values = [
             load(builder, builder.add(first, INT64(8 * number)), INT64, 8)
-            for number in range(len(result))
+            for number in range(len(result_type))
         ]
-        return context.make_tuple(builder, result, values)
+        return context.make_tuple(builder, result_type, values)
 
-    return intrinsic(lambda typing, address: (result(int64), generate))
+    return intrinsic(lambda typing, address: (result_type(int64), generate))
+
+
+def vector_of(value: float) -> Any:
+    """Return a constant vector whose elements are all one value."""
+    return ir.Constant(VECTOR, [value] * LANES)
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c, in one instruction where the processor has it."""
+    """Return a b + c, in one instruction where the processor has it."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
-def load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
-    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+def load(builder: Any, address: Any, type_: Any, alignment: int) -> Any:
+    value = builder.load(builder.inttoptr(address, type_.as_pointer()))
     value.align = alignment
     return value
 
@@ -248,7 +264,7 @@ def store(builder: Any, value: Any, address: Any, alignment: int) -> None:
 
 
 def spread(builder: Any, value: Any) -> Any:
-    """A vector whose elements are all one value."""
+    """Return a vector whose elements are all one value."""
     undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     zeros = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
     return builder.shuffle_vector(
@@ -257,39 +273,38 @@ def spread(builder: Any, value: Any) -> Any:
 
 
 def widen(builder: Any, address: Any, is_bfloat16: bool | int) -> Any:
-    """Load a vector of 16-bit numbers as float32."""
+    """Load a vector of numbers in bfloat16 or FP16 as float32."""
     bits = load(builder, address, ir.VectorType(INT16, LANES), 2)
     if not is_bfloat16:
         return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
-    wide = ir.VectorType(INT32, LANES)
+    int_vector = ir.VectorType(INT32, LANES)
     return builder.bitcast(
-        builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * LANES)), VECTOR
+        builder.shl(builder.zext(bits, int_vector), ir.Constant(int_vector, [16] * LANES)), VECTOR
     )
 
 
-def call_llvm(builder: Any, name: str, result: Any, *given: Any) -> Any:
+def call_llvm(builder: Any, name: str, result_type: Any, *arguments: Any) -> Any:
     """Call one of LLVM's intrinsic functions."""
-    kind = ir.FunctionType(result, [value.type for value in given])
+    type_ = ir.FunctionType(result_type, [value.type for value in arguments])
     return builder.call(
-        builder.module.globals.get(name) or ir.Function(builder.module, kind, name=name), given
+        builder.module.globals.get(name) or ir.Function(builder.module, type_, name=name), arguments
     )
 
 
 def prefetch(builder: Any, address: Any, locality: int = 3) -> None:
-    """Ask for the line of the cache at an address, which may be none of ours; locality: 3 for the
-    nearest cache.
+    """Prefetch the cache line at an address, which need not be valid; locality: 3 for the L1 cache
+    … 1 for the farthest.
     """
     line = builder.inttoptr(address, ir.IntType(8).as_pointer())
     call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), line, INT32(0), INT32(locality), INT32(1))
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose as many vectors as one has elements: each step exchanges halves of groups between
-    two vectors.
+    """Transpose LANES vectors [LANES, LANES]: each round exchanges groups of `size` elements
+    between vectors that are `size` apart, and `size` doubles.
     """
     size = 1
     while size < LANES:
-        # Groups of `size` elements change places between vectors that are `size` apart.
         low = [lane - size + LANES if lane & size else lane for lane in range(LANES)]
         high = [lane + LANES if lane & size else lane + size for lane in range(LANES)]
         masks = [ir.Constant(ir.VectorType(INT32, LANES), lanes) for lanes in (low, high)]

@@ -1,11 +1,8 @@
-"""What a layer computes between its products, compiled: norms, rotations, gates, and the storing of
-new tokens.
+"""The compiled loops of `layer_rows`: norms, rotations, gates, and the storing of new tokens.
 
-Each number is computed by the same operations wherever it is, so rows do not depend on their
-number.
-
-Arguments are those of `layer_rows`; tensors are given by their addresses, distances in bytes. Each
-thread computes its share of the rows (`emit.Loop`, `team`).
+Each row is computed by the same operations, so a result does not depend on the number of rows.
+Tensors are given by their addresses, strides in bytes; a tensor without a stride is contiguous.
+Threads divide the rows among them (`emit.Loop`).
 """
 
 from __future__ import annotations
@@ -17,16 +14,16 @@ import numba
 import numpy as np
 
 from flexgen_helm.kernels.emit import Loop, floats, integers, njit
-from flexgen_helm.kernels.layer_rows import GateRows, NormRows, PutRows, RotateRows
+from flexgen_helm.kernels.layer_rows import GateArgs, NormArgs, PutArgs, RotateArgs
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 _ONE = np.float32(1)
-_SUMMED_AT_ONCE = 512
+_SUM_BLOCK = 512
 
 
-# The compiler may add squares in any order, which is the same one for all rows of a width.
+# The compiler may add squares in any order, but in the same one for all rows of a width.
 @numba.njit(error_model="numpy", fastmath={"reassoc", "contract"})
-def _squares_of_block(x: Any, width: Any) -> Any:
+def _sum_squares(x: Any, width: Any) -> Any:
     total = np.float32(0)
     for i in range(width):
         total += x[i] * x[i]
@@ -34,44 +31,48 @@ def _squares_of_block(x: Any, width: Any) -> Any:
 
 
 @njit
-def _sum_of_squares(address: Any, width: Any) -> Any:
-    """Add up blocks in 64 bits: one element may outweigh all others together."""
+def _sum_squares_in_blocks(address: Any, width: Any) -> Any:
+    """Add up the sums of blocks in float64: one element may outweigh all others together."""
     total = np.float64(0)
-    for first in range(0, width, _SUMMED_AT_ONCE):
-        count = min(_SUMMED_AT_ONCE, width - first)
-        total += _squares_of_block(floats(address + 4 * first, count), count)
+    for first in range(0, width, _SUM_BLOCK):
+        count = min(_SUM_BLOCK, width - first)
+        total += _sum_squares(floats(address + 4 * first, count), count)
     return np.float32(total)
 
 
-@partial(Loop, NormRows)
-def norm_rows(given: Any, part: Any, parts: Any) -> None:
-    """y = x / sqrt(mean(x^2) + eps) (weight + more), by rows; y without gaps.
+@partial(Loop, NormArgs)
+def norm_rows(args: Any, thread: Any, threads: Any) -> None:
+    """Compute y = x / sqrt(mean(x^2) + eps) (weight + added), row by row.
 
-    constants: the address of eps and more in float32.
+    constants: the address of eps and added (1 or 0), in float32.
     """
-    width, constants = given.width, floats(given.constants, 2)
-    weight = floats(given.weight, width)
-    for number in range(given.rows * part // parts, given.rows * (part + 1) // parts):
-        row = given.x + number * given.x_row
-        x, y = floats(row, width), floats(given.y + number * width * 4, width)
-        scale = _ONE / np.sqrt(_sum_of_squares(row, width) / np.float32(width) + constants[0])
+    width, constants = args.width, floats(args.constants, 2)
+    weight = floats(args.weight, width)
+    for index in range(args.rows * thread // threads, args.rows * (thread + 1) // threads):
+        row_address = args.x + index * args.x_stride
+        x, y = floats(row_address, width), floats(args.y + index * width * 4, width)
+        scale = _ONE / np.sqrt(
+            _sum_squares_in_blocks(row_address, width) / np.float32(width) + constants[0]
+        )
         for i in range(width):
             y[i] = x[i] * scale * (weight[i] + constants[1])
 
 
-@partial(Loop, RotateRows)
-def rotate_rows(given: Any, part: Any, parts: Any) -> None:
-    """Rotate the halves of the first `size` elements of each head against each other; the others
-    are copied. y without gaps; cosines and sines: [tokens, size].
+@partial(Loop, RotateArgs)
+def rotate_rows(args: Any, thread: Any, threads: Any) -> None:
+    """Rotate the halves of the first `size` elements of each head against each other, and copy the
+    others: x [tokens, heads, width] -> y.
+
+    cos, sin: [tokens, size].
     """
-    size, width = given.size, given.width
+    size, width = args.size, args.width
     half = size // 2
-    for token in range(given.tokens * part // parts, given.tokens * (part + 1) // parts):
-        cos = floats(given.cos + token * size * 4, size)
-        sin = floats(given.sin + token * size * 4, size)
-        for head in range(given.heads):
-            x = floats(given.x + token * given.x_token + head * given.x_head, width)
-            y = floats(given.y + (token * given.heads + head) * width * 4, width)
+    for token in range(args.tokens * thread // threads, args.tokens * (thread + 1) // threads):
+        cos = floats(args.cos + token * size * 4, size)
+        sin = floats(args.sin + token * size * 4, size)
+        for head in range(args.heads):
+            x = floats(args.x + token * args.x_token_stride + head * args.x_head_stride, width)
+            y = floats(args.y + (token * args.heads + head) * width * 4, width)
             for i in range(half):
                 a, b = x[i], x[i + half]
                 y[i] = a * cos[i] - b * sin[i]
@@ -82,7 +83,9 @@ def rotate_rows(given: Any, part: Any, parts: Any) -> None:
 
 @njit
 def _exponential(x: Any) -> Any:
-    """e^x for x <= 0 to about one unit in the last place; 0 below -87 (Moshier, Cephes: `expf`)."""
+    """Return e^x for x <= 0 to about one unit in the last place; 0 below -87 (Moshier, Cephes:
+    `expf`).
+    """
     power = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     rest = x + power * np.float32(-0.693359375) + power * np.float32(2.12194440e-4)
     value = np.float32(1.9875691500e-4)
@@ -98,22 +101,23 @@ def _exponential(x: Any) -> Any:
 
 @njit
 def _times_sigmoid(x: Any, z: Any) -> Any:
-    """x / (1 + e^-z), by an exponent of a number that is not positive."""
+    """Return x / (1 + e^-z), computed with e^-|z|, which cannot overflow."""
     power = _exponential(z if z < np.float32(0) else -z)
     return (x * power if z < np.float32(0) else x) / (_ONE + power)
 
 
-@partial(Loop, GateRows)
-def gate_rows(given: Any, part: Any, parts: Any) -> None:
-    """x = activation(x) up, without gaps; no up, 0: it is 1. activation: in `ACTIVATIONS`.
+@partial(Loop, GateArgs)
+def gate_rows(args: Any, thread: Any, threads: Any) -> None:
+    """Compute x = activation(x) up, in place; up: 0 for none.
 
+    activation: its index in `ACTIVATIONS`.
     GELU by tanh: x (1 + tanh(z / 2)) / 2 = x sigmoid(z), with z = sqrt(8 / pi) (x + 0.044715 x^3).
     """
-    first, has_up = given.elements * part // parts, given.up != 0
-    count = given.elements * (part + 1) // parts - first
-    x = floats(given.x + 4 * first, count)
-    up = floats((given.up if has_up else given.x) + 4 * first, count)
-    if given.activation == 0:
+    first, has_up = args.elements * thread // threads, args.up != 0
+    count = args.elements * (thread + 1) // threads - first
+    x = floats(args.x + 4 * first, count)
+    up = floats((args.up if has_up else args.x) + 4 * first, count)
+    if args.activation == 0:
         for i in range(count):
             x[i] = _times_sigmoid(x[i], x[i]) * (up[i] if has_up else _ONE)
     else:
@@ -124,17 +128,17 @@ def gate_rows(given: Any, part: Any, parts: Any) -> None:
             )
 
 
-@partial(Loop, PutRows)
-def put_rows(given: Any, part: Any, parts: Any) -> None:
-    """Copy row i, of several heads in float32, to target[slots[i], units[i]]; slots and units are
-    64-bit numbers.
+@partial(Loop, PutArgs)
+def put_rows(args: Any, thread: Any, threads: Any) -> None:
+    """Copy rows[i], [heads, width] in float32, to target[slots[i], units[i]]; slots and units are
+    64-bit integers.
     """
-    width = given.width
-    slots, units = integers(given.slots, given.count), integers(given.units, given.count)
-    for number in range(given.count * part // parts, given.count * (part + 1) // parts):
-        target = given.target + slots[number] * given.to_slot + units[number] * given.to_unit
-        for head in range(given.heads):
-            source = floats(given.rows + number * given.row + head * given.row_head, width)
-            to = floats(target + head * given.to_head, width)
+    width = args.width
+    slots, units = integers(args.slots, args.count), integers(args.units, args.count)
+    for index in range(args.count * thread // threads, args.count * (thread + 1) // threads):
+        target = args.target + slots[index] * args.slot_stride + units[index] * args.unit_stride
+        for head in range(args.heads):
+            row = floats(args.rows + index * args.row_stride + head * args.head_stride, width)
+            target_row = floats(target + head * args.target_head_stride, width)
             for i in range(width):
-                to[i] = source[i]
+                target_row[i] = row[i]

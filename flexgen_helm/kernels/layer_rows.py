@@ -1,9 +1,9 @@
 """What a layer computes between its products: norms, rotations, gates, and the storing of new
 tokens.
 
-PyTorch takes 2 to 14 operations for each of them. A pass of few rows would spend more time on
-starting operations than on computing them. A compiled loop is one call, and reads what many rows
-have once; it takes float32 on the host.
+PyTorch takes 2 to 14 operations for each of them, and a pass of few rows would spend more time on
+starting operations than on computing. A compiled loop (`layer_loop`) is one call; it takes float32
+on the host. Functions use the loop where it takes their tensors, and PyTorch elsewhere.
 
 Shapes: T tokens, N elements of a row, D elements of a head.
 """
@@ -21,16 +21,19 @@ from torch import Tensor
 from flexgen_helm.kernels.team import constants, empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
 
-# Elements that occupy a thread for longer than it takes to wake.
+# Least work of a thread, for which it is worth waking.
 _THREAD_ELEMENTS = 1 << 15
 
-# What the loops of `layer_loop` are given.
-NormRows = namedtuple("NormRows", "x x_row y weight rows width constants")
-RotateRows = namedtuple("RotateRows", "x x_token x_head y cos sin tokens heads width size")
-GateRows = namedtuple("GateRows", "activation x up elements")
-PutRows = namedtuple(
-    "PutRows",
-    "rows row row_head target to_slot to_unit to_head slots units count heads width",
+# Arguments of the loops of `layer_loop`: addresses, strides in bytes, and sizes.
+NormArgs = namedtuple("NormArgs", "x x_stride y weight rows width constants")
+RotateArgs = namedtuple(
+    "RotateArgs", "x x_token_stride x_head_stride y cos sin tokens heads width size"
+)
+GateArgs = namedtuple("GateArgs", "activation x up elements")
+PutArgs = namedtuple(
+    "PutArgs",
+    "rows row_stride head_stride target slot_stride unit_stride target_head_stride slots units "
+    "count heads width",
 )
 
 
@@ -39,15 +42,15 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
     the same shape.
 
     x: [..., N]; float32 within, whatever its precision.
-    weight: [N], of the same precision.
-    plus_one: one is added to the weight, in float32: in 16 bits the sum would lose what the weight
-        has.
+    weight: [N], of the same dtype; None: all ones.
+    plus_one: multiply with weight + 1, added in float32: in 16 bits the sum would lose digits of
+        the weight.
     """
     width = x.shape[-1]
-    suits = _is_float(x) and (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1))
+    is_supported = _is_host_float(x) and (x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1))
     if (
-        not suits
-        or (weight is not None and not _suits(weight, width))
+        not is_supported
+        or (weight is not None and not _is_float_array(weight, width))
         or (module := loops()) is None
     ):
         if plus_one and weight is not None:
@@ -55,16 +58,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Te
         return F.rms_norm(x, (width,), weight, eps)
     y = empty(x.shape)
     weight = _ones(width) if weight is None else weight
-    given = NormRows(
+    args = NormArgs(
         x=x.data_ptr(),
-        x_row=4 * x.stride(0) if x.dim() == 2 else 4 * width,
+        x_stride=4 * x.stride(0) if x.dim() == 2 else 4 * width,
         y=y.data_ptr(),
         weight=weight.data_ptr(),
         rows=x.numel() // width,
         width=width,
         constants=constants(eps, float(plus_one)).ctypes.data,
     )
-    run_on_threads(module.norm_rows, given, x.numel() // _THREAD_ELEMENTS)
+    run_on_threads(module.norm_rows, args, x.numel() // _THREAD_ELEMENTS)
     return y
 
 
@@ -74,13 +77,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: [T, heads, D]; cos, sin: [T, 1, R].
     """
     size = cos.shape[-1]
-    suits = (
-        _is_float(x)
+    is_supported = (
+        _is_host_float(x)
         and x.stride(2) == 1
-        and _suits(cos, len(x) * size)
-        and _suits(sin, len(x) * size)
+        and _is_float_array(cos, len(x) * size)
+        and _is_float_array(sin, len(x) * size)
     )
-    if not suits or size > x.shape[-1] or (module := loops()) is None:
+    if not is_supported or size > x.shape[-1] or (module := loops()) is None:
         if size < x.shape[-1]:
             return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
         first, second = slice(0, size // 2), slice(size // 2, size)
@@ -90,10 +93,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return y
     y = empty(x.shape)
     tokens, heads, width = x.shape
-    given = RotateRows(
+    args = RotateArgs(
         x=x.data_ptr(),
-        x_token=4 * x.stride(0),
-        x_head=4 * x.stride(1),
+        x_token_stride=4 * x.stride(0),
+        x_head_stride=4 * x.stride(1),
         y=y.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
@@ -102,72 +105,77 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width=width,
         size=size,
     )
-    run_on_threads(module.rotate_rows, given, x.numel() // _THREAD_ELEMENTS)
+    run_on_threads(module.rotate_rows, args, x.numel() // _THREAD_ELEMENTS)
     return y
 
 
 def gate(activation: str, x: Tensor, up: Tensor | None = None) -> Tensor | None:
-    """activation(x), times up if given, both [T, N] -> x, overwritten; None for what no loop
-    computes: activations but silu and gelu_tanh, and what does not suit.
+    """Compute activation(x), times `up` if given, both [T, N], in place; return x.
+
+    None where no loop computes it, and x is unchanged: for other activations than silu and
+    gelu_tanh, and tensors that the loop does not take.
     """
-    suits = all(
-        _is_float(z) and z.shape == x.shape and z.is_contiguous() for z in (x, up) if z is not None
+    is_supported = all(
+        _is_host_float(z) and z.shape == x.shape and z.is_contiguous()
+        for z in (x, up)
+        if z is not None
     )
-    if not suits or (module := loops()) is None or activation not in module.ACTIVATIONS:
+    if not is_supported or (module := loops()) is None or activation not in module.ACTIVATIONS:
         return None
-    given = GateRows(
+    args = GateArgs(
         activation=module.ACTIVATIONS.index(activation),
         x=x.data_ptr(),
         up=0 if up is None else up.data_ptr(),
         elements=x.numel(),
     )
-    run_on_threads(module.gate_rows, given, x.numel() // _THREAD_ELEMENTS)
+    run_on_threads(module.gate_rows, args, x.numel() // _THREAD_ELEMENTS)
     return x
 
 
 def put_rows(target: Tensor, slots: Tensor, units: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows [n, heads, D] to target[slots, units], a view [S, U, heads, D]; return it.
+    """Copy rows [n, heads, D] to target[slots, units]; return the target.
 
-    slots, units: [n], of 64 bits.
+    target: a view [S, U, heads, D] of a cache: S slots of U units each (`kv_cache.storage`).
+    slots, units: [n], int64.
     """
-    suits = (
-        _is_float(target)
-        and _is_float(rows)
+    is_supported = (
+        _is_host_float(target)
+        and _is_host_float(rows)
         and target.dim() == 4
         and target.stride(3) == 1 == rows.stride(-1)
     )
-    suits = suits and all(
+    is_supported = is_supported and all(
         index.dtype == torch.int64 and index.is_contiguous() for index in (slots, units)
     )
-    if not suits or not len(slots) or (module := loops()) is None:
+    if not is_supported or not len(slots) or (module := loops()) is None:
         target[slots, units] = rows
         return target
     assert len(slots) == len(units) == len(rows) and rows.shape[1:] == target.shape[2:]
     count, heads, width = rows.shape
-    given = PutRows(
+    args = PutArgs(
         rows=rows.data_ptr(),
-        row=4 * rows.stride(0),
-        row_head=4 * rows.stride(1),
+        row_stride=4 * rows.stride(0),
+        head_stride=4 * rows.stride(1),
         target=target.data_ptr(),
-        to_slot=4 * target.stride(0),
-        to_unit=4 * target.stride(1),
-        to_head=4 * target.stride(2),
+        slot_stride=4 * target.stride(0),
+        unit_stride=4 * target.stride(1),
+        target_head_stride=4 * target.stride(2),
         slots=slots.data_ptr(),
         units=units.data_ptr(),
         count=count,
         heads=heads,
         width=width,
     )
-    run_on_threads(module.put_rows, given, rows.numel() // _THREAD_ELEMENTS)
+    run_on_threads(module.put_rows, args, rows.numel() // _THREAD_ELEMENTS)
     return target
 
 
-def _suits(operand: Tensor, elements: int) -> bool:
-    """Return whether a loop can read exactly so many neighbouring elements."""
-    return _is_float(operand) and operand.is_contiguous() and operand.numel() == elements
+def _is_float_array(operand: Tensor, elements: int) -> bool:
+    """Return whether a loop can read the operand as an array of so many elements."""
+    return _is_host_float(operand) and operand.is_contiguous() and operand.numel() == elements
 
 
-def _is_float(x: Tensor) -> bool:
+def _is_host_float(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
 
 
@@ -177,7 +185,7 @@ def _ones(width: int) -> Tensor:
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    """Each with a vector's elements and some that are left."""
+    """Each of the loops, with a width that is not whole vectors."""
     draw, width = torch.Generator().manual_seed(0), 86
 
     def normal(*shape: int) -> Tensor:

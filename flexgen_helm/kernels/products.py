@@ -13,11 +13,13 @@ from torch import Tensor
 from flexgen_helm.kernels.amx import amx_matmul, has_amx
 from flexgen_helm.kernels.vector_products import multiplies_as_stored, vector_matmul
 
-# Two compiled loops multiply in float32 on the host: by its matrix unit (`kernels.amx`) and by its
-# vectors. They and PyTorch differ in the last bits, so nothing that varies between two processes of
-# a machine, such as a measurement, may choose.
-# Sizes of the measured products: side of the square weight, rows of x in decoding.
-_WEIGHT_SIZE, _DECODE_ROWS = 1024, 16
+# On the host two compiled loops multiply in float32: by its matrix unit (`kernels.amx`) and by its
+# vectors (`kernels.vector_products`). They and PyTorch differ in the last bits, so the choice among
+# them may not depend on what varies between two processes of a machine, such as a measurement.
+
+# Measured products have a square weight of this size, and, where they are slow, so many rows of x.
+_WEIGHT_SIZE = 1024
+_DECODE_ROWS = 16
 _SQUARE = (_WEIGHT_SIZE, _WEIGHT_SIZE)
 # A product of `_DECODE_ROWS` rows that takes longer reveals a dtype that is hundreds of times
 # slower than another, as 16 bits are on many CPUs; measuring it at full size would take seconds.
@@ -25,7 +27,8 @@ _EMULATED_S = 0.05
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]; on one device.
+    """Multiply x [T, in] with weight [out, in] transposed, and add bias [out] -> [T, out]; all on
+    one device.
 
     weight: in the dtype of x, or in one that the host `multiplies_as_stored`.
     batch_invariant: the matrix unit multiplies few rows too, so the order of sums does not depend
@@ -38,10 +41,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
 def linear_as_stored(
     x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
 ) -> Tensor | None:
-    """x [T, in] in float32 times weight [out, in] as it rests on the host, transposed, plus bias
-    [out] -> [T, out].
+    """Multiply x [T, in] in float32 with weight [out, in] transposed, as it rests on the host, by a
+    compiled loop, and add bias [out] -> [T, out].
 
-    None where PyTorch multiplies, in one dtype.
+    None where no loop does; then PyTorch multiplies, with x and weight in one dtype.
     """
     y = amx_matmul(x, weight, bias, batch_invariant)
     return vector_matmul(x, weight, bias) if y is None else y
@@ -50,8 +53,8 @@ def linear_as_stored(
 def multiplied_dtype(
     device: torch.device, dtype: torch.dtype, storage_dtype: torch.dtype
 ) -> torch.dtype:
-    """Return the dtype that products in `dtype` take resident weights in: the stored one, or
-    `dtype` itself.
+    """Return the dtype that resident weights have for products in `dtype`: the stored one where the
+    device multiplies them as stored, else `dtype`.
     """
     on_host = device.type == "cpu" and dtype == torch.float32
     return storage_dtype if on_host and multiplies_as_stored(storage_dtype) else dtype
@@ -70,7 +73,7 @@ def matmul_flops(
 
 @cache
 def library_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the rate of such a product by PyTorch alone, weights in the same dtype."""
+    """Measure the same rate for PyTorch's own product, with weights in `dtype`."""
     if device.type != "cpu":
         return matmul_flops(device, dtype)
     return _rate(F.linear, dtype, torch.ones(_SQUARE, device=device, dtype=dtype))
@@ -106,7 +109,7 @@ def product_library(device: torch.device, dtype: torch.dtype) -> str:
 def _seconds(
     product: Callable[[Tensor, Tensor, None], Tensor], dtype: torch.dtype, weight: Tensor, rows: int
 ) -> float:
-    """Best of 4 calls; the first one also pays for start-up."""
+    """Return the shortest time of 4 calls; the first one also pays for start-up."""
     x = torch.ones(rows, _WEIGHT_SIZE, device=weight.device, dtype=dtype)
     best = float("inf")
     for _ in range(4):

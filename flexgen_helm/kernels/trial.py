@@ -1,5 +1,5 @@
-"""Which compiled loops this process uses: those that compile here, and have computed what PyTorch
-computes.
+"""Decides which compiled loops this process uses: those that compile here, and whose results on
+small examples equal PyTorch's.
 
 `FLEXGEN_HELM_LOOPS=0` uses none.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from flexgen_helm.progress import Message, report
 
-# For records: what was tried -> "compiled", or why PyTorch computes it.
+# For records: what loops are for -> "compiled", or the reason why PyTorch computes it instead.
 loops_in_use: dict[str, str] = {}
 
 
 @cache
 def imported(name: str) -> ModuleType | str:
-    """Import a module that needs numba, once; return why not, if it cannot be, after a sentence."""
+    """Import a module that needs numba; if that fails, report and return the reason. Tried once."""
     if os.environ.get("FLEXGEN_HELM_LOOPS") == "0":
         return "FLEXGEN_HELM_LOOPS=0"
     try:
@@ -43,11 +43,15 @@ def imported(name: str) -> ModuleType | str:
 
 
 class Loops:
-    """Compiled loops of one module, tried before their first use: call it for the module, None if
-    PyTorch computes.
+    """The compiled loops of one module, tried before their first use.
 
-    examples: computations that use them if they may; each is made with and without them.
-    tolerance: of their results, relative and a tenth of it absolute.
+        loops = Loops("norms", "flexgen_helm.kernels.layer_loop", examples)
+        loops()                   the module, or None if PyTorch computes instead
+
+    what: the loops are for, in records and messages.
+    examples: returns computations that ask `loops()` and use what it returns; each is made with the
+        module and with None, and the results are compared.
+    tolerance: relative; a tenth of it is the absolute one.
     """
 
     def __init__(
@@ -57,39 +61,46 @@ class Loops:
         examples: Callable[[], Iterable[Callable[[], Tensor]]],
         tolerance: float = 1e-5,
     ) -> None:
-        self._what, self._name, self._examples, self._tolerance = what, module, examples, tolerance
+        self._purpose, self._module_name, self._examples, self._tolerance = (
+            what,
+            module,
+            examples,
+            tolerance,
+        )
         self._lock = RLock()
         self.forget()
 
     def forget(self) -> None:
-        """Try them again at the next call."""
+        """Try the loops again at the next call."""
         self._module: ModuleType | None = None
         self._is_decided = self._is_on_trial = False
 
     def __call__(self) -> ModuleType | None:
         if not self._is_decided:
-            # other threads wait for the end of the trial, whose examples call this too
+            # Other threads wait for the end of the trial. Its examples call this from the thread
+            # that has the lock, and get what they are to be made with.
             with self._lock:
                 if not (self._is_decided or self._is_on_trial):
                     self._try()
         return self._module
 
     def _try(self) -> None:
-        module = imported(self._name)
+        module = imported(self._module_name)
         reason: str | None
         if isinstance(module, str):
             reason = module
-        elif reason := self._why_not(module):
-            text = (
-                f"the compiled loop for {self._what} does not work here, so PyTorch is used, more "
-                f"slowly ({reason})"
+        elif reason := self._failure(module):
+            report(
+                Message(
+                    f"the compiled loop for {self._purpose} does not work here, so PyTorch is "
+                    f"used, more slowly ({reason})"
+                )
             )
-            report(Message(text))
         self._module = module if reason is None and isinstance(module, ModuleType) else None
-        loops_in_use[self._what] = reason or "compiled"
+        loops_in_use[self._purpose] = reason or "compiled"
         self._is_decided = True
 
-    def _why_not(self, module: ModuleType) -> str | None:
+    def _failure(self, module: ModuleType) -> str | None:
         self._is_on_trial, self._module = True, module
         try:
             for example in self._examples():

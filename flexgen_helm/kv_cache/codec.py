@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.offload.uploads import Uploaded, Uploads
+from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock

@@ -39,15 +39,17 @@ from flexgen_helm.checkpoint.stored_tensors import StoredRows
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.files import existing_folder
-from flexgen_helm.kernels.team import stay_alone
+from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.models.config import expert_number, expert_of
 from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
 from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import StorageSizes, gather_bytes
+from flexgen_helm.planner.staging import gather_bytes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.progress import Message, report
-from flexgen_helm.quant.formats import LAYOUT_VERSION, BlockFormat, GroupFormat, StoredFormat
+from flexgen_helm.quant.block_formats import LAYOUT_VERSION
+from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
 from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEMENTS
@@ -138,7 +140,7 @@ class WeightsAtRest:
 _thread_local = threading.local()
 # Threads that read rows of tables; they are kept, because starting them takes longer than the
 # reads.
-_READERS = ThreadPoolExecutor(8, "table rows", stay_alone)
+_READERS = ThreadPoolExecutor(8, "table rows", use_one_thread)
 # Bytes that a disk reads in the time of one short read: rows nearer than this are read with what is
 # between them.
 _GAP_BYTES = 256 << 10

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flexgen_helm.kernels.team import stay_alone
+from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.offload.copy_engine import CopyEngine, Launched
 from flexgen_helm.offload.disk import OffloadDirectory
 from flexgen_helm.offload.rate_limit import DiskRates
@@ -113,7 +113,7 @@ class TransferManager:
                 done.set_exception(error)
             return done
         if name not in self._threads:
-            self._threads[name] = ThreadPoolExecutor(threads, name, stay_alone)
+            self._threads[name] = ThreadPoolExecutor(threads, name, use_one_thread)
         return self._threads[name].submit(transfer)
 
     def store_async(

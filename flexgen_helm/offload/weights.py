@@ -58,11 +58,11 @@ from flexgen_helm.offload.prefetcher import (
 )
 from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import gather_bytes
+from flexgen_helm.planner.staging import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
+from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.formats import StoredFormat
-from flexgen_helm.quant.kernels import dequantize_into
 from flexgen_helm.scheduling.stage_visits import StageVisit
 from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, aligned
 
@@ -148,18 +148,18 @@ class TieredWeights:
                 weight.offloaded is not None and weight.expert is None
                 for weight in self.tensors.values()
             ):
-                self._prefetcher = self._start_prefetcher(placement.staging_bytes)
+                self._prefetcher = self._start_prefetcher(placement.staging.ring)
             if self._experts:
-                self.streamer = self._start_streamer(placement.expert_bytes)
+                self.streamer = self._start_streamer(placement.staging.experts)
             self._streamed = {
-                stage: self._streamed_matrices(stage, placement.staging_bytes)
+                stage: self._streamed_matrices(stage, placement.staging.ring)
                 for stage in self._stages
             }
             self._shared = {
                 stage
                 for stage, experts in self._stage_experts.items()
                 if not self._experts.keys().isdisjoint(experts)
-                and fits(self._streamed[stage], placement.staging_bytes)
+                and fits(self._streamed[stage], placement.staging.ring)
             }
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)

@@ -24,16 +24,19 @@ from flexgen_helm.quant.formats import GroupFormat
 
 ScaleOffset = tuple[Tensor, Tensor]  # float32 [...] each
 
-_SCALES_PER_OCTAVE, _LOWEST_EXPONENT, _NUM_SCALES = 16, -24, 512
-_LAST_ZERO_POINT = 127
+# The grid of a word's scales and zero points.
+SCALES_PER_OCTAVE = 16
+LOWEST_EXPONENT = -24
+NUM_SCALES = 512
+LAST_ZERO_POINT = 127
 _FP16_MAX = 65504.0
-# Values that are fitted at a time. Hundreds of passes go over them.
+# Values that are fitted at a time: hundreds of passes go over them, so they stay in the caches.
 _FITTED_VALUES = 1 << 19
-# Scales that the fit tries: the one that covers a group's range, and smaller ones down to 0.74 of
-# it.
+# Scales that the fit tries: the one that covers a group's range, and the next smaller ones, down to
+# 0.74 of it.
 TRIED_SCALES = 8
-# Sums that a group's terms are added to in turn, and which are then added up by halves: so every
-# device and the compiled loop find the same words.
+# The order of a sum over a group: its terms are added to this many sums in turn, and these are
+# added up by halves. So every device and the compiled loop find the same words.
 PARTIAL_SUMS = 8
 
 
@@ -47,51 +50,49 @@ class NotQuantizableError(FlexgenError):
 
 @lru_cache(maxsize=8)
 def word_scales(device: torch.device) -> Tensor:
-    """Scale [512] of each number that a word's upper 9 bits can hold."""
+    """Return the scale [512] of each number that a word's upper 9 bits can hold."""
     # In double precision on the host, so that every device has the same numbers.
-    exponents = (
-        torch.arange(_NUM_SCALES, dtype=torch.float64) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT
-    )
+    exponents = torch.arange(NUM_SCALES, dtype=torch.float64) / SCALES_PER_OCTAVE + LOWEST_EXPONENT
     return torch.exp2(exponents).float().to(device)
 
 
 @lru_cache(maxsize=8)
 def word_zero_points(bits: int, device: torch.device) -> Tensor:
-    """Zero point [128], in codes, of each number that a word's lower 7 bits can hold."""
-    numbers = torch.arange(_LAST_ZERO_POINT + 1, dtype=torch.float64)
-    return (numbers * ((1 << bits) - 1) / _LAST_ZERO_POINT).float().to(device)
+    """Return the zero point [128], in codes, of each number that a word's lower 7 bits can hold."""
+    numbers = torch.arange(LAST_ZERO_POINT + 1, dtype=torch.float64)
+    return (numbers * ((1 << bits) - 1) / LAST_ZERO_POINT).float().to(device)
 
 
 @lru_cache(maxsize=8)
 def word_table(bits: int, device: torch.device) -> Tensor:
-    """Scales [512] and then zero points [128] of words, as compiled kernels read them."""
+    """Return the scales [512] and then the zero points [128] of words, for compiled loops."""
     return torch.cat((word_scales(device), word_zero_points(bits, device)))
 
 
 def decode_words(words: Tensor, bits: int) -> ScaleOffset:
-    """Words [...] (int32) -> scale and offset."""
+    """Return the scales and offsets of words [...] (int32)."""
     scale = word_scales(words.device)[words >> 7]
-    return scale, -(word_zero_points(bits, words.device)[words & _LAST_ZERO_POINT] * scale)
+    return scale, -(word_zero_points(bits, words.device)[words & LAST_ZERO_POINT] * scale)
 
 
 def to_codes(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> tuple[Tensor, Tensor]:
     """Quantize values [..., group] to codes [..., group] (uint8) and their scales.
 
     Scales are pairs [..., 2] (float16) or words [...] (int32).
-    saturate: values that cannot be quantized are changed to ones that can, in their group alone.
-        The host does not wait for a device, which it does to raise an error.
+    saturate: values that cannot be quantized are clamped, in their group alone, instead of raising
+        an error, for which the host would wait for a device.
 
     Raises `NotQuantizableError` for values that are not finite or beyond the reach of the scales.
     """
     values = _saturated(values.float(), fmt) if saturate else values.float()
     if not saturate:
-        check(values, fmt)
-    least, greatest = values.amin(-1), values.amax(-1)
+        check_quantizable(values, fmt)
+    minimum, maximum = values.amin(-1), values.amax(-1)
     if fmt.scales == "pair":
-        pairs = _range_pairs(least, greatest, fmt.bits)
+        pairs = _range_pairs(minimum, maximum, fmt.bits)
         scale, offset = pairs[..., 0].float(), pairs[..., 1].float()
         return _round_codes(values, scale, offset, fmt.bits).to(torch.uint8), pairs
-    words = _range_words(least, greatest, fmt.bits)
+    words = _range_words(minimum, maximum, fmt.bits)
     if fmt.fit == "error":
         words = _fitted_words(values, words, fmt.bits)
     return _round_codes(values, *decode_words(words, fmt.bits), fmt.bits).to(torch.uint8), words
@@ -111,13 +112,11 @@ def largest_value(fmt: GroupFormat) -> float:
     if fmt.scales == "pair":
         return _FP16_MAX
     return (
-        ((1 << fmt.bits) - 1)
-        * 2.0 ** ((_NUM_SCALES - 1) / _SCALES_PER_OCTAVE + _LOWEST_EXPONENT)
-        / 2
+        ((1 << fmt.bits) - 1) * 2.0 ** ((NUM_SCALES - 1) / SCALES_PER_OCTAVE + LOWEST_EXPONENT) / 2
     )
 
 
-def check(values: Tensor, fmt: GroupFormat) -> None:
+def check_quantizable(values: Tensor, fmt: GroupFormat) -> None:
     """Raise `NotQuantizableError` for values [..., group] that cannot be quantized."""
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         raise NotQuantizableError(
@@ -138,30 +137,32 @@ def check(values: Tensor, fmt: GroupFormat) -> None:
 
 
 def _saturated(values: Tensor, fmt: GroupFormat) -> Tensor:
-    """Clamp groups [..., group] that cannot be quantized, with 0 for what is no number; others are
-    as before.
+    """Clamp the values of groups [..., group] that cannot be quantized, with 0 for NaN; return
+    other groups unchanged.
     """
     values, limit = torch.nan_to_num(values, nan=0.0), largest_value(fmt)
     if fmt.scales == "pair":
         return values.clamp_(-limit, limit)
-    limits = torch.where(_spans(values) > 2 * limit, limit, torch.inf)[..., None]
-    return torch.minimum(torch.maximum(values, -limits), limits)
+    group_limits = torch.where(_spans(values) > 2 * limit, limit, torch.inf)[..., None]
+    return torch.minimum(torch.maximum(values, -group_limits), group_limits)
 
 
 def _spans(values: Tensor) -> Tensor:
-    """Return the spans [...] of groups [..., group] with zero, which words always cover."""
+    """Return the spans [...] of groups [..., group]: maximum minus minimum, with zero among the
+    values, because the range of words includes it.
+    """
     return values.amax(-1).clamp_min_(0.0) - values.amin(-1).clamp_max_(0.0)
 
 
 def _round_codes(values: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
-    """Codes in float32."""
+    """Return the codes [..., group] of values, in float32; scale, offset: [...]."""
     scaled = (values - offset[..., None]).div_(scale[..., None])
     return scaled.round_().clamp_(0, (1 << bits) - 1)
 
 
-def _range_pairs(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
-    offset = _round_half(least, down=True)
-    scale = _round_half((greatest - offset.float()) / ((1 << bits) - 1), down=False)
+def _range_pairs(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
+    offset = _round_half(minimum, down=True)
+    scale = _round_half((maximum - offset.float()) / ((1 << bits) - 1), down=False)
     # A floor, so that a constant is code 0 exactly and nothing is divided by 0.
     scale = scale.clamp_min(torch.finfo(torch.float16).smallest_normal)
     return torch.stack((scale, offset), -1)
@@ -170,83 +171,82 @@ def _range_pairs(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
 def _round_half(values: Tensor, down: bool) -> Tensor:
     """Round to FP16 downwards or upwards."""
     nearest = values.half()
-    wrong = nearest.float() > values if down else nearest.float() < values
+    is_beyond = nearest.float() > values if down else nearest.float() < values
     neighbour = torch.nextafter(
         nearest, torch.full_like(nearest, -torch.inf if down else torch.inf)
     )
-    return torch.where(wrong, neighbour, nearest).clamp(-_FP16_MAX, _FP16_MAX)
+    return torch.where(is_beyond, neighbour, nearest).clamp(-_FP16_MAX, _FP16_MAX)
 
 
-def _range_words(least: Tensor, greatest: Tensor, bits: int) -> Tensor:
-    """Words with the smallest scale that covers minimum, maximum and zero."""
-    least, greatest = least.clamp_max(0.0), greatest.clamp_min(0.0)
-    exact = ((greatest - least).double() / ((1 << bits) - 1)).clamp_min(2.0**_LOWEST_EXPONENT)
-    index = torch.ceil((torch.log2(exact) - _LOWEST_EXPONENT) * _SCALES_PER_OCTAVE - 1e-9)
-    index = index.clamp(0, _NUM_SCALES - 1).to(torch.int32)
-    return index << 7 | _zero_point_index(-least / word_scales(least.device)[index], bits)
+def _range_words(minimum: Tensor, maximum: Tensor, bits: int) -> Tensor:
+    """Return words with the smallest scale that covers minimum, maximum and zero."""
+    minimum, maximum = minimum.clamp_max(0.0), maximum.clamp_min(0.0)
+    exact_scale = ((maximum - minimum).double() / ((1 << bits) - 1)).clamp_min(2.0**LOWEST_EXPONENT)
+    index = torch.ceil((torch.log2(exact_scale) - LOWEST_EXPONENT) * SCALES_PER_OCTAVE - 1e-9)
+    index = index.clamp(0, NUM_SCALES - 1).to(torch.int32)
+    return index << 7 | _zero_point_index(-minimum / word_scales(minimum.device)[index], bits)
 
 
 def _zero_point_index(zero_point: Tensor, bits: int) -> Tensor:
-    """The grid's nearest number for a zero point in codes."""
+    """Return the number of a word's lower 7 bits for the zero point nearest to one, in codes."""
     return (
-        (zero_point * (_LAST_ZERO_POINT / ((1 << bits) - 1)))
+        (zero_point * (LAST_ZERO_POINT / ((1 << bits) - 1)))
         .round()
-        .clamp(0, _LAST_ZERO_POINT)
+        .clamp(0, LAST_ZERO_POINT)
         .to(torch.int32)
     )
 
 
 def _fitted_words(values: Tensor, words: Tensor, bits: int) -> Tensor:
-    """Fit the words of all groups, on the CPU as many at a time as its caches hold with the
+    """Fit the words of all groups; on the CPU as many groups at a time as its caches hold with the
     temporaries.
     """
     if values.device.type != "cpu" or values.numel() <= _FITTED_VALUES:
         return _fit(values, words, bits)
     rows = max(1, _FITTED_VALUES // values.shape[-1])
-    parts = zip(values.flatten(0, -2).split(rows), words.flatten().split(rows))
-    return torch.cat([_fit(*part, bits) for part in parts]).view_as(words)
+    chunks = zip(values.flatten(0, -2).split(rows), words.flatten().split(rows))
+    return torch.cat([_fit(*part, bits) for part in chunks]).view_as(words)
 
 
 def _fit(values: Tensor, words: Tensor, bits: int) -> Tensor:
-    """Search smaller scales and other zero points for the least squared error; no calibration data
-    are needed.
+    """Search smaller scales and other zero points for the least squared error; return words.
 
     Clipping a group's extremes pays where the finer scale saves more on its other values. For every
-    scale three zero points are tried, which clip below, on both sides, or above; each is refitted
-    once, because the codes that it gives want another offset.
+    scale three zero points are tried, which clip below, on both sides, or above; each is replaced
+    by the one that is best for the codes that it gives.
     """
     first_index, scales = words >> 7, word_scales(values.device)
-    below, above = values.amin(-1).clamp_max_(0.0), values.amax(-1).clamp_min_(0.0)
+    minimum, maximum = values.amin(-1).clamp_max_(0.0), values.amax(-1).clamp_min_(0.0)
 
-    def without_offset(candidate: Tensor) -> ScaleOffset:
-        """What codes times scale leave of the values [..., group], and the candidate's offset."""
+    def remainder_and_offset(candidate: Tensor) -> ScaleOffset:
+        """Return values - codes scale [..., group], and the candidate's offset [..., 1]."""
         scale, offset = (number[..., None] for number in decode_words(candidate, bits))
         codes = (values - offset).mul_(1 / scale).round_().clamp_(0, (1 << bits) - 1)
         return values - codes.mul_(scale), offset
 
     def error(candidate: Tensor) -> Tensor:
-        remainder, offset = without_offset(candidate)
-        return _sum(remainder.sub_(offset).square_())
+        remainder, offset = remainder_and_offset(candidate)
+        return _sum_in_order(remainder.sub_(offset).square_())
 
     best, least_error = words, error(words)
-    for smaller in range(TRIED_SCALES):
-        index = (first_index - smaller).clamp_min(0)
+    for step in range(TRIED_SCALES):
+        index = (first_index - step).clamp_min(0)
         scale = scales[index]
-        lowest, highest = -below / scale, (1 << bits) - 1 - above / scale
+        lowest, highest = -minimum / scale, (1 << bits) - 1 - maximum / scale
         for zero_point in (lowest, (lowest + highest) / 2, highest):
-            remainder, _ = without_offset(index << 7 | _zero_point_index(zero_point, bits))
+            remainder, _ = remainder_and_offset(index << 7 | _zero_point_index(zero_point, bits))
             candidate = index << 7 | _zero_point_index(
-                -(_sum(remainder) / values.shape[-1]) / scale, bits
+                -(_sum_in_order(remainder) / values.shape[-1]) / scale, bits
             )
             candidate_error = error(candidate)
-            better = candidate_error < least_error
-            best = torch.where(better, candidate, best)
-            least_error = torch.where(better, candidate_error, least_error)
+            is_better = candidate_error < least_error
+            best = torch.where(is_better, candidate, best)
+            least_error = torch.where(is_better, candidate_error, least_error)
     return best
 
 
-def _sum(terms: Tensor) -> Tensor:
-    """Terms [..., group] -> sums [...], in the order of `PARTIAL_SUMS`."""
+def _sum_in_order(terms: Tensor) -> Tensor:
+    """Return the sums [...] of terms [..., group], in the order of `PARTIAL_SUMS`."""
     total = reduce(torch.add, terms.split(PARTIAL_SUMS, -1))
     while (half := total.shape[-1] // 2) > 0:
         total = total[..., :half] + total[..., half:]

@@ -1,5 +1,5 @@
-"""Rows of blocks, decoded by plain operations of torch on any device: what `BlockFormat` describes,
-word by word.
+"""Rows of blocks (`BlockFormat`) by plain operations of torch, on any device: decodes them, and
+bounds their values. The compiled loops are compared with this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FLOATS = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-# Bits of the highest byte that are all set in a number that is not finite.
+# Bits of the highest byte that are all set only in numbers that are not finite.
 _NOT_FINITE = {"F16": 0x7C, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C}
 
 
 def decode(packed: Tensor, fmt: BlockFormat) -> Tensor:
-    """Bytes [rows, row bytes] -> float32 [rows, width]."""
+    """Decode bytes [rows, row bytes] to float32 [rows, width]."""
     blocks = packed.reshape(-1, fmt.block_bytes)
     values = numbers_of(blocks, fmt.codes)
     if fmt.zeros:
@@ -38,15 +38,15 @@ def decode(packed: Tensor, fmt: BlockFormat) -> Tensor:
     return values.view(packed.shape[0], -1)
 
 
-def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
-    """Whether a number of bytes [rows, row bytes] is not finite."""
+def has_non_finite(packed: Tensor, fmt: BlockFormat) -> bool:
+    """Return whether a code or a scale in bytes [rows, row bytes] is infinite or NaN."""
     blocks = packed.reshape(-1, fmt.block_bytes)
     for numbers in (*fmt.scales, *fmt.offsets, fmt.codes):
         if numbers.floating in _NOT_FINITE:
             mask = _NOT_FINITE[numbers.floating]
-            first, *more = numbers.parts[-1].bytes  # of the highest bits, at equal distances
+            first, *more = high_bytes = numbers.parts[-1].bytes  # at equal distances
             step = more[0] - first if more else 1
-            found = bool((blocks[:, first : (first, *more)[-1] + 1 : step] & mask).eq(mask).any())
+            found = bool((blocks[:, first : high_bytes[-1] + 1 : step] & mask).eq(mask).any())
         else:
             can_be = numbers.floating or not all(map(math.isfinite, numbers.table or ()))
             found = bool(can_be) and not bool(numbers_of(blocks, numbers).isfinite().all())
@@ -57,9 +57,9 @@ def not_finite(packed: Tensor, fmt: BlockFormat) -> bool:
     )
 
 
-def largest(packed: Tensor, fmt: BlockFormat) -> float:
-    """Bound the magnitude of the values of bytes [rows, row bytes]: the largest code with the
-    largest scale.
+def magnitude_bound(packed: Tensor, fmt: BlockFormat) -> float:
+    """Return a bound of the magnitude of all values in bytes [rows, row bytes]: the largest code,
+    zero point, scale and offset together.
     """
     blocks = packed.reshape(-1, fmt.block_bytes)
     scale, offset, zero = (
@@ -88,27 +88,29 @@ def _largest_code(fmt: BlockFormat) -> float:
 def _product(
     blocks: Tensor, factors: Sequence[Numbers], count: int, is_divided: bool = False
 ) -> Tensor:
-    """Return the product of factors for each of `count` values [blocks, count]; is_divided: the
-    second by the first.
+    """Return the product of factors [blocks, count], each repeated over its equal part of `count`
+    values; is_divided: the second is divided by the first.
     """
-    first, *more = (
+    product, *more = (
         numbers_of(blocks, numbers).repeat_interleave(count // numbers.count, 1)
         for numbers in factors
     )
     for factor in more:
-        first = factor / first if is_divided else first * factor
-    return first
+        product = factor / product if is_divided else product * factor
+    return product
 
 
 def numbers_of(blocks: Tensor, numbers: Numbers) -> Tensor:
-    """Return numbers of all blocks [blocks, count] in float32."""
+    """Return an array's numbers in all blocks [blocks, count], in float32."""
     device = blocks.device
     integer = torch.zeros(1, dtype=torch.int32, device=blocks.device)
     width = 0
     for part in numbers.parts:
-        places, shifts = (torch.tensor(given, device=device) for given in (part.bytes, part.shifts))
-        found = blocks.index_select(1, places).int() >> shifts.int() & (1 << part.width) - 1
-        integer, width = integer | found << width, width + part.width
+        byte_numbers, shifts = (
+            torch.tensor(indices, device=device) for indices in (part.bytes, part.shifts)
+        )
+        bits = blocks.index_select(1, byte_numbers).int() >> shifts.int() & (1 << part.width) - 1
+        integer, width = integer | bits << width, width + part.width
     if numbers.floating:
         dtype = _FLOATS[numbers.floating]
         return integer.to(_INTEGERS[dtype.itemsize]).view(dtype).float()

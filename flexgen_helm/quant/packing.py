@@ -20,27 +20,41 @@ from torch import Tensor
 
 from flexgen_helm.kernels.team import run_on_threads
 from flexgen_helm.kernels.trial import Loops
-from flexgen_helm.quant.arithmetic import TRIED_SCALES, check, from_codes, to_codes, word_table
+from flexgen_helm.quant.arithmetic import (
+    TRIED_SCALES,
+    check_quantizable,
+    from_codes,
+    to_codes,
+    word_table,
+)
 from flexgen_helm.quant.formats import Fit, GroupFormat
 
-# What loops over packed bytes are given: packed [stripes, …], bytes from a stripe to the next, the
-# group's size, bits of a code, whether scales are words, what scales are looked up in, and a matrix
-# [rows, width] in float32, from which or to which the bytes are made. A product is of this matrix
-# [count, width], with y [count, rows]; tried: how many scales, for the least error.
-Packed = namedtuple(
-    "Packed",
-    "packed stripe_bytes stripes group bits words table matrix rows width y count tried",
+# Arguments of the loops over packed bytes:
+#
+#     packed, stripe_bytes    address of the first stripe, and bytes from one stripe to the next
+#     stripes                 how many
+#     group_size, bits        of the format
+#     has_words               scales are words, else pairs
+#     table                   address of float32 numbers: of a word's scales [512] and zero points
+#                             [128] (`arithmetic.word_table`), or the value of every FP16 number
+#     matrix, rows, width     the values in float32, which are packed or dequantized
+#     y, x_rows               only of a product: y [x_rows, rows] = x [x_rows, width] times the
+#                             packed matrix transposed, where `matrix` is x
+#     tried_scales            only of packing with the least squared error
+PackedArgs = namedtuple(
+    "PackedArgs",
+    "packed stripe_bytes stripes group_size bits has_words table matrix rows width y x_rows "
+    "tried_scales",
     defaults=(0, 0, 0),
 )
 
-_FITS: tuple[Fit, ...] = ("range", "error")
-
 
 def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Tensor:
-    """Matrix [rows, width] -> bytes [stripes, stripe_bytes]; `saturate` and errors: see
-    `to_codes`.
+    """Pack a matrix [rows, width] into bytes [stripes, stripe_bytes].
+
+    saturate, and errors: see `to_codes`.
     """
-    if not saturate and (packed := _pack_columns(values, fmt)) is not None:
+    if not saturate and (packed := _pack_by_loop(values, fmt)) is not None:
         return packed
     codes, scales = to_codes(_to_groups(values, fmt), fmt, saturate=saturate)
     if fmt.scales == "word":
@@ -59,19 +73,20 @@ def quantize(values: Tensor, fmt: GroupFormat, *, saturate: bool = False) -> Ten
 
 
 def dequantize(packed: Tensor, fmt: GroupFormat, rows: int, width: int) -> Tensor:
-    """Bytes [stripes, stripe_bytes] -> float32 [rows, width], by plain operations of torch on any
-    device.
+    """Dequantize bytes [stripes, stripe_bytes] to float32 [rows, width], by plain operations of
+    torch on any device.
     """
     stripes, groups = packed.shape[0], fmt.stripe_groups(width)
     code_bytes, scale_bytes = packed.tensor_split([groups * fmt.code_bytes], dim=1)
     if fmt.axis == "out":
         codes = code_bytes.view(stripes, fmt.code_bytes, groups).transpose(1, 2)
-        numbers = scale_bytes.reshape(stripes, -1, groups, 2).transpose(1, 2)
+        scale_words = scale_bytes.reshape(stripes, -1, groups, 2).transpose(1, 2)
     else:
         codes = code_bytes.view(stripes, groups, fmt.code_bytes)
-        numbers = scale_bytes.reshape(stripes, groups, -1, 2)
-    # A view as int16 would fail: bytes that were cut out of stripes may begin at odd addresses.
-    words = numbers[..., 0].to(torch.int32) | numbers[..., 1].to(torch.int32) << 8
+        scale_words = scale_bytes.reshape(stripes, groups, -1, 2)
+    # Each scale's low and high byte are joined by arithmetic: a view as int16 would fail, because
+    # stripes may begin at odd addresses.
+    words = scale_words[..., 0].to(torch.int32) | scale_words[..., 1].to(torch.int32) << 8
     scales = (
         words[..., 0] if fmt.scales == "word" else _to_int16(words).contiguous().view(torch.float16)
     )
@@ -91,32 +106,34 @@ def _unpack_codes(packed: Tensor, bits: int) -> Tensor:
     return packed if bits == 8 else torch.cat((packed & 15, packed >> 4), -1)
 
 
-def _pack_columns(values: Tensor, fmt: GroupFormat) -> Tensor | None:
-    """Do the same by a compiled loop; return None for what has none."""
-    is_for_loop = fmt.axis == "out" and fmt.scales == "word" and values.device.type == "cpu"
-    if not is_for_loop or not values.numel() or (module := loops()) is None:
+def _pack_by_loop(values: Tensor, fmt: GroupFormat) -> Tensor | None:
+    """Pack a matrix [rows, width] by the compiled loop; return None for formats and devices without
+    one.
+    """
+    has_loop = fmt.axis == "out" and fmt.scales == "word" and values.device.type == "cpu"
+    if not has_loop or not values.numel() or (module := loops()) is None:
         return None
     matrix = values.float().contiguous()
     rows, width = matrix.shape
-    check(_to_groups(matrix, fmt), fmt)
+    check_quantizable(_to_groups(matrix, fmt), fmt)
     packed = torch.empty((fmt.num_stripes(rows), fmt.stripe_bytes(width)), dtype=torch.uint8)
     table = word_table(fmt.bits, packed.device)
-    tried = TRIED_SCALES if fmt.fit == "error" else 0
-    given = packed_fields(packed, fmt, table, matrix)._replace(tried=tried)
-    run_on_threads(module.pack_columns, given, packed.shape[0] * width)
+    tried_scales = TRIED_SCALES if fmt.fit == "error" else 0
+    args = packed_args(packed, fmt, table, matrix)._replace(tried_scales=tried_scales)
+    run_on_threads(module.pack_columns, args, packed.shape[0] * width)
     return packed
 
 
-def packed_fields(packed: Tensor, fmt: GroupFormat, table: Tensor, matrix: Tensor) -> Packed:
-    """Return what all loops over packed bytes are given; the matrix [rows, width] is contiguous."""
+def packed_args(packed: Tensor, fmt: GroupFormat, table: Tensor, matrix: Tensor) -> PackedArgs:
+    """Return the arguments of a loop over packed bytes; the matrix [rows, width] is contiguous."""
     rows, width = matrix.shape
-    return Packed(
+    return PackedArgs(
         packed=packed.data_ptr(),
         stripe_bytes=packed.stride(0),
         stripes=packed.shape[0],
-        group=fmt.group_size,
+        group_size=fmt.group_size,
         bits=fmt.bits,
-        words=fmt.scales == "word",
+        has_words=fmt.scales == "word",
         table=table.data_ptr(),
         matrix=matrix.data_ptr(),
         rows=rows,
@@ -128,7 +145,8 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
     matrix = torch.randn(
         40, 70, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
-    for bits, fit in product((4, 8), _FITS):
+    fits: tuple[Fit, ...] = ("range", "error")
+    for bits, fit in product((4, 8), fits):
         yield partial(_rounded, matrix, GroupFormat(bits, 32, "out", "word", fit))
 
 
@@ -140,8 +158,8 @@ loops = Loops("packing", "flexgen_helm.quant.packing_loop", _examples)
 
 
 def _to_groups(values: Tensor, fmt: GroupFormat) -> Tensor:
-    """[rows, width] -> [stripes, groups, group], padded with the last value, which widens no
-    range.
+    """[rows, width] -> [stripes, groups, group_size]; the last group is padded with its last value,
+    which widens no range.
     """
     if fmt.axis == "out":
         return _to_groups(values.t(), GroupFormat(group_size=fmt.group_size)).transpose(0, 1)

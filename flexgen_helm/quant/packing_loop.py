@@ -1,7 +1,7 @@
-"""The loop that packs matrices on CPUs, compiled by numba: axis 'out' with words (layout:
+"""The loop that packs matrices on CPUs, compiled by numba: axis 'out' with scales as words (layout:
 `quant.packing`).
 
-Operation by operation as `quant.arithmetic` does it, so to the same bytes.
+It repeats `quant.arithmetic` operation by operation, so the bytes are the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils
 
 from flexgen_helm.kernels.emit import (
@@ -26,157 +25,188 @@ from flexgen_helm.kernels.emit import (
     load,
     njit,
     store,
+    vector_of,
 )
-from flexgen_helm.quant.arithmetic import PARTIAL_SUMS
-from flexgen_helm.quant.numba_kernels import packed_bytes
-from flexgen_helm.quant.packing import Packed
+from flexgen_helm.quant.arithmetic import (
+    LAST_ZERO_POINT,
+    LOWEST_EXPONENT,
+    NUM_SCALES,
+    PARTIAL_SUMS,
+    SCALES_PER_OCTAVE,
+)
+from flexgen_helm.quant.dequantization_loop import packed_bytes
+from flexgen_helm.quant.packing import PackedArgs
 
-# That are packed side by side; past the matrix's last one they are zeros.
-_COLUMNS = 64
+# Columns of a block, which are packed side by side; behind the matrix's last column they are zeros.
+_BLOCK_COLUMNS = 64
+# Numbers of `arithmetic.word_table`: scales, then zero points.
+_TABLE_SIZE = NUM_SCALES + LAST_ZERO_POINT + 1
+_LAST_ZERO_POINT = np.float32(LAST_ZERO_POINT)
+_SMALLEST_SCALE = 2.0**LOWEST_EXPONENT
 # Added to a number below 2^22 and subtracted again, it rounds to the nearest integer, half to even.
 _ROUNDER = np.float32(1.5 * 2**23)
 _ZERO = np.float32(0)
 
 
 @njit
-def _rounded(value: Any, top: Any) -> Any:
-    """Clamp to 0 … top and round."""
+def _clamp_and_round(value: Any, top: Any) -> Any:
+    """Clamp to 0 … top and round to the nearest integer."""
     value = value if value > _ZERO else _ZERO
     return ((value if value < top else top) + _ROUNDER) - _ROUNDER
 
 
-# Of `columns`: scale, 1 / scale and offset of columns.
-_Sums = namedtuple("_Sums", "squares bits values group columns sums")
+# Addresses of values [group_size, _BLOCK_COLUMNS], of their columns' scale, 1 / scale and offset
+# [3, _BLOCK_COLUMNS], and of the sums [_BLOCK_COLUMNS].
+_RemainderSums = namedtuple("_RemainderSums", "is_squared bits values group_size scales sums")
 
 
-def _write_sums(builder: Any, given: Any) -> None:
-    """Fill sums with what codes leave of values [group, columns], or its squares, in the order of
-    `arithmetic`.
+def _write_remainder_sums(builder: Any, args: Any) -> None:
+    """Write the IR of `_RemainderSums`: for each column, quantize its values and sum the remainders
+    value - code scale, or, if `is_squared`, the squared errors (value - code scale - offset)^2.
+
+    The order of a sum is that of `PARTIAL_SUMS`.
     """
-    row_bytes, zero, top = 4 * _COLUMNS, _constant(0.0), _constant(float((1 << given.bits) - 1))
-    with cgutils.for_range(builder, INT64(_COLUMNS // LANES)) as lanes:
-        at = builder.mul(lanes.index, INT64(4 * LANES))
-        first = builder.add(given.columns, at)
+    row_bytes, zero, top = (
+        4 * _BLOCK_COLUMNS,
+        vector_of(0.0),
+        vector_of(float((1 << args.bits) - 1)),
+    )
+    with cgutils.for_range(builder, INT64(_BLOCK_COLUMNS // LANES)) as lanes:
+        lane_bytes = builder.mul(lanes.index, INT64(4 * LANES))
+        scales = builder.add(args.scales, lane_bytes)
         scale, inverse, offset = (
-            load(builder, builder.add(first, INT64(number * row_bytes)), VECTOR, 4)
+            load(builder, builder.add(scales, INT64(number * row_bytes)), VECTOR, 4)
             for number in range(3)
         )
         totals = [cgutils.alloca_once_value(builder, zero) for _ in range(PARTIAL_SUMS)]
-        with cgutils.for_range(builder, builder.udiv(given.group, INT64(PARTIAL_SUMS))) as rows:
-            row = builder.add(
-                builder.add(given.values, at),
+        with cgutils.for_range(builder, builder.udiv(args.group_size, INT64(PARTIAL_SUMS))) as rows:
+            rows_address = builder.add(
+                builder.add(args.values, lane_bytes),
                 builder.mul(rows.index, INT64(PARTIAL_SUMS * row_bytes)),
             )
             for number, total in enumerate(totals):
-                value = load(builder, builder.add(row, INT64(number * row_bytes)), VECTOR, 4)
+                value = load(
+                    builder, builder.add(rows_address, INT64(number * row_bytes)), VECTOR, 4
+                )
                 code = builder.fmul(builder.fsub(value, offset), inverse)
                 code = builder.select(builder.fcmp_ordered(">", code, zero), code, zero)
                 code = builder.select(builder.fcmp_ordered("<", code, top), code, top)
                 code = call_llvm(builder, f"llvm.rint.v{LANES}f32", VECTOR, code)
-                rest = builder.fsub(value, builder.fmul(code, scale))
-                if given.squares:
-                    rest = builder.fsub(rest, offset)
-                    rest = builder.fmul(rest, rest)
-                builder.store(builder.fadd(builder.load(total), rest), total)
-        parts = [builder.load(total) for total in totals]
-        while half := len(parts) // 2:
-            parts = [builder.fadd(*pair) for pair in zip(parts[:half], parts[half:])]
-        store(builder, parts[0], builder.add(given.sums, at), 4)
+                remainder = builder.fsub(value, builder.fmul(code, scale))
+                if args.is_squared:
+                    remainder = builder.fsub(remainder, offset)
+                    remainder = builder.fmul(remainder, remainder)
+                builder.store(builder.fadd(builder.load(total), remainder), total)
+        sums = [builder.load(total) for total in totals]
+        while half := len(sums) // 2:
+            sums = [builder.fadd(*pair) for pair in zip(sums[:half], sums[half:])]
+        store(builder, sums[0], builder.add(args.sums, lane_bytes), 4)
 
 
-def _constant(value: float) -> Any:
-    return ir.Constant(VECTOR, [value] * LANES)
-
-
-_fill_sums = ir_statement((0, 1), (4, 8))(_write_sums)
+_sum_remainders = ir_statement((0, 1), (4, 8))(_write_remainder_sums)
 
 
 @njit
-def _search(given: Any, values: Any, span: tuple[Any, Any], words: Any) -> None:
-    """Replace words [columns], which cover the range, by those of least error
-    (`arithmetic._fit`).
+def _fit_words(args: Any, values: Any, span: tuple[Any, Any], words: Any) -> None:
+    """Replace words [_BLOCK_COLUMNS], which cover the range of the values, by those of the least
+    squared error (`arithmetic._fit`).
 
-    span: how far each column's values are below and above zero.
+    values: [group_size, _BLOCK_COLUMNS].
+    span: each column's minimum and maximum, with zero.
     """
-    (below, above), bits, table = span, given.bits, floats(given.table, 640)
-    group, top = len(values), np.float32((1 << bits) - 1)
-    zero_points, grid = table[512:], np.float32(127) / top
-    numbers = np.empty((6, _COLUMNS), np.float32)
-    scale, inverse, offset, sums, zero_point, least = numbers
-    first_index, index, candidate = np.empty((3, _COLUMNS), np.int32)
-    at, columns = np.int64(values.ctypes.data), np.int64(numbers.ctypes.data)
-    totals = np.int64(sums.ctypes.data)
-    for c in range(_COLUMNS):
+    (minimum, maximum), bits, table = span, args.bits, floats(args.table, _TABLE_SIZE)
+    group_size, top = len(values), np.float32((1 << bits) - 1)
+    zero_points, indices_per_code = table[NUM_SCALES:], _LAST_ZERO_POINT / top
+    # the first three rows are the scales of `_RemainderSums`
+    columns = np.empty((6, _BLOCK_COLUMNS), np.float32)
+    scale, inverse, offset, sums, zero_point, least_error = columns
+    first_index, index, candidate = np.empty((3, _BLOCK_COLUMNS), np.int32)
+    values_address, scales_address = np.int64(values.ctypes.data), np.int64(columns.ctypes.data)
+    sums_address = np.int64(sums.ctypes.data)
+    for c in range(_BLOCK_COLUMNS):
         first_index[c], scale[c] = words[c] >> 7, table[words[c] >> 7]
-        inverse[c], offset[c] = np.float32(1) / scale[c], -(zero_points[words[c] & 127] * scale[c])
-    _fill_sums(_Sums(1, bits, at, group, columns, totals))
-    least[:] = sums
-    for smaller in range(given.tried):
-        for c in range(_COLUMNS):
-            index[c] = max(first_index[c] - smaller, 0)
-            scale[c] = table[index[c] & 511]
+        inverse[c] = np.float32(1) / scale[c]
+        offset[c] = -(zero_points[words[c] & LAST_ZERO_POINT] * scale[c])
+    _sum_remainders(
+        _RemainderSums(1, bits, values_address, group_size, scales_address, sums_address)
+    )
+    least_error[:] = sums
+    for step in range(args.tried_scales):
+        for c in range(_BLOCK_COLUMNS):
+            index[c] = max(first_index[c] - step, 0)
+            scale[c] = table[index[c] & (NUM_SCALES - 1)]  # numba checks no sign of a masked index
             inverse[c] = np.float32(1) / scale[c]
-        for clipped in range(3):
-            for c in range(_COLUMNS):
-                lowest, highest = -below[c] / scale[c], top - above[c] / scale[c]
+        for clipping in range(3):  # below, on both sides, above
+            for c in range(_BLOCK_COLUMNS):
+                lowest, highest = -minimum[c] / scale[c], top - maximum[c] / scale[c]
                 middle = (lowest + highest) / np.float32(2)
-                zero_point[c] = lowest if clipped == 0 else (middle if clipped == 1 else highest)
-            # the first sums refit the zero point, the second are the error
-            for squares in range(2):
-                for c in range(_COLUMNS):
-                    candidate[c] = np.int32(_rounded(zero_point[c] * grid, np.float32(127)))
-                for c in range(_COLUMNS):
-                    offset[c] = -(zero_points[candidate[c] & 127] * scale[c])
-                _fill_sums(_Sums(squares, bits, at, group, columns, totals))
-                for c in range(_COLUMNS):
-                    zero_point[c] = -(sums[c] / np.float32(group)) / scale[c]
-            for c in range(_COLUMNS):
-                better = sums[c] < least[c]
+                zero_point[c] = lowest if clipping == 0 else (middle if clipping == 1 else highest)
+            # the sums of the remainders give a better zero point, whose squared error counts
+            for is_squared in range(2):
+                for c in range(_BLOCK_COLUMNS):
+                    candidate[c] = np.int32(
+                        _clamp_and_round(zero_point[c] * indices_per_code, _LAST_ZERO_POINT)
+                    )
+                for c in range(_BLOCK_COLUMNS):
+                    offset[c] = -(zero_points[candidate[c] & LAST_ZERO_POINT] * scale[c])
+                _sum_remainders(
+                    _RemainderSums(
+                        is_squared, bits, values_address, group_size, scales_address, sums_address
+                    )
+                )
+                for c in range(_BLOCK_COLUMNS):
+                    zero_point[c] = -(sums[c] / np.float32(group_size)) / scale[c]
+            for c in range(_BLOCK_COLUMNS):
+                better = sums[c] < least_error[c]
                 words[c] = index[c] << 7 | candidate[c] if better else words[c]
-                least[c] = sums[c] if better else least[c]
+                least_error[c] = sums[c] if better else least_error[c]
 
 
-@partial(Loop, Packed)
-def pack_columns(given: Any, part: Any, parts: Any) -> None:
-    """Matrix [rows, width] -> packed [stripes, stripe_bytes]."""
-    stripes, group, bits, width = given.stripes, given.group, given.bits, given.width
-    table, top = floats(given.table, 640), np.float32((1 << bits) - 1)
-    code_bytes = group * bits // 8
-    pieces = (width + _COLUMNS - 1) // _COLUMNS
-    for piece in range(stripes * pieces * part // parts, stripes * pieces * (part + 1) // parts):
-        stripe, first = piece // pieces, piece % pieces * _COLUMNS
-        columns = min(_COLUMNS, width - first)
-        values, (below, above) = (
-            np.zeros((group, _COLUMNS), np.float32),
-            np.zeros((2, _COLUMNS), np.float32),
-        )
-        words = np.zeros(_COLUMNS, np.int32)
-        for j in range(group):
-            row = min(stripe * group + j, given.rows - 1)  # the last one pads
-            line, value = floats(given.matrix + (row * width + first) * 4, columns), values[j]
+@partial(Loop, PackedArgs)
+def pack_columns(args: Any, thread: Any, threads: Any) -> None:
+    """Pack a matrix [rows, width] into [stripes, stripe_bytes]. Threads divide the blocks of all
+    stripes among them.
+    """
+    stripes, group_size, bits, width = args.stripes, args.group_size, args.bits, args.width
+    table, top = floats(args.table, _TABLE_SIZE), np.float32((1 << bits) - 1)
+    code_bytes = group_size * bits // 8
+    blocks = (width + _BLOCK_COLUMNS - 1) // _BLOCK_COLUMNS
+    for block in range(
+        stripes * blocks * thread // threads, stripes * blocks * (thread + 1) // threads
+    ):
+        stripe, first = block // blocks, block % blocks * _BLOCK_COLUMNS
+        columns = min(_BLOCK_COLUMNS, width - first)
+        values = np.zeros((group_size, _BLOCK_COLUMNS), np.float32)
+        minimum, maximum = np.zeros((2, _BLOCK_COLUMNS), np.float32)
+        words = np.zeros(_BLOCK_COLUMNS, np.int32)
+        for number in range(group_size):
+            row = min(stripe * group_size + number, args.rows - 1)  # the last row pads its group
+            source, value = floats(args.matrix + (row * width + first) * 4, columns), values[number]
             for c in range(columns):
-                value[c] = line[c]
-                below[c] = value[c] if value[c] < below[c] else below[c]
-                above[c] = value[c] if value[c] > above[c] else above[c]
+                value[c] = source[c]
+                minimum[c] = value[c] if value[c] < minimum[c] else minimum[c]
+                maximum[c] = value[c] if value[c] > maximum[c] else maximum[c]
+        for c in range(columns):  # the smallest scale that covers the range
+            exact = max(np.float64(maximum[c] - minimum[c]) / top, _SMALLEST_SCALE)
+            step = (math.log2(exact) - LOWEST_EXPONENT) * SCALES_PER_OCTAVE
+            index = np.int32(min(max(math.ceil(step - 1e-9), 0), NUM_SCALES - 1))
+            zero_point = -minimum[c] / table[index] * (_LAST_ZERO_POINT / top)
+            words[c] = index << 7 | np.int32(_clamp_and_round(zero_point, _LAST_ZERO_POINT))
+        if args.tried_scales:
+            _fit_words(args, values, (minimum, maximum), words)
+        data = packed_bytes(args.packed + stripe * args.stripe_bytes, args.stripe_bytes)
+        scale, offset = minimum, maximum  # reuse the memory of the ranges
         for c in range(columns):
-            exact = max(np.float64(above[c] - below[c]) / top, 2.0**-24)
-            index = np.int32(min(max(math.ceil((math.log2(exact) + 24) * 16 - 1e-9), 0), 511))
-            zero_point = -below[c] / table[index] * (np.float32(127) / top)
-            words[c] = index << 7 | np.int32(_rounded(zero_point, np.float32(127)))
-        if given.tried:
-            _search(given, values, (below, above), words)
-        data = packed_bytes(given.packed + stripe * given.stripe_bytes, given.stripe_bytes)
-        for c in range(columns):
-            at = code_bytes * width + 2 * (first + c)
-            data[at], data[at + 1] = words[c] & 255, words[c] >> 8
-            below[c] = table[words[c] >> 7]
-            above[c] = -(table[512 + (words[c] & 127)] * below[c])
-        for j in range(code_bytes):
-            target = data[j * width + first :]
-            value = values[j]
-            upper = values[j + group - code_bytes]
+            word_byte = code_bytes * width + 2 * (first + c)
+            data[word_byte], data[word_byte + 1] = words[c] & 255, words[c] >> 8
+            scale[c] = table[words[c] >> 7]
+            offset[c] = -(table[NUM_SCALES + (words[c] & LAST_ZERO_POINT)] * scale[c])
+        for number in range(code_bytes):
+            target = data[number * width + first :]
+            value = values[number]
+            upper = values[number + group_size - code_bytes]
             for c in range(columns):
-                code = np.uint8(_rounded((value[c] - above[c]) / below[c], top))
+                code = np.uint8(_clamp_and_round((value[c] - offset[c]) / scale[c], top))
                 if bits == 4:
-                    code |= np.uint8(_rounded((upper[c] - above[c]) / below[c], top)) << 4
+                    code |= np.uint8(_clamp_and_round((upper[c] - offset[c]) / scale[c], top)) << 4
                 target[c] = code

@@ -13,9 +13,9 @@ from flexgen_helm.files import listed
 from flexgen_helm.identity import Identified, text_of
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 
-# Group of tokens in a cache that is sparse but not quantized: the group size of `4bit-s`.
+# Tokens of a group in a cache that is sparse but not quantized: the group size of `4bit-s`.
 _PLAIN_GROUP = 64
-# Tokens of a stored group where every token is quantized by itself: a run that is worth a transfer.
+# Tokens of a stored group where each token is quantized by itself: enough to be worth a transfer.
 _TRANSFER_TOKENS = 32
 # Version of the packed bytes. A higher one orphans packed files and cached answers.
 _PACKING_VERSION = 1
@@ -25,11 +25,10 @@ _PACKING_VERSION = 1
 class CacheFormat(
     Identified, name="CacheFormat", first_version="keys values residual=residual_window value_share"
 ):
-    """How keys and values are stored. It also says what every query sees, wherever the cache is and
-    even without one.
+    """How keys and values are stored, and so which of their versions a query sees, wherever the
+    cache is and even without one: the newest tokens in full precision and the older ones quantized.
 
-    A query sees the newest tokens in full precision and the older ones quantized. Groups of tokens
-    begin at absolute positions, so what a query sees depends on positions alone.
+    Groups of tokens begin at absolute positions, so what a query sees depends on positions alone.
 
     keys, values: formats; None keeps the compute type. Axis 'in' groups the elements of a token's
         head, axis 'out' one element of `group_size` neighbouring tokens (per channel).
@@ -74,12 +73,12 @@ class CacheFormat(
         return max(fmt.group_size if fmt.axis == "out" else 1 for fmt in self._formats)
 
     def num_quantized(self, position: int) -> int:
-        """Number of tokens, from the first on, that the query at `position` sees quantized."""
+        """Return how many tokens, from the first on, the query at `position` sees quantized."""
         return max(0, position + 1 - self.residual_window) // self.group_tokens * self.group_tokens
 
     @property
     def stored_group_tokens(self) -> int:
-        """Tokens of a group of the stored cache."""
+        """Tokens that are stored and transferred together; a multiple of `group_tokens`."""
         return self.group_tokens if self.group_tokens > 1 else _TRANSFER_TOKENS
 
     @property
@@ -107,7 +106,7 @@ class CacheFormat(
         return 2 if self.group_tokens == 1 else 1
 
     def group_bytes(self, num_heads: int, head_dim: int, element_bytes: int) -> tuple[int, int]:
-        """Bytes of the keys and of the values of one stored group of tokens, in one layer.
+        """Return the bytes of the keys and of the values of one stored group, in one layer.
 
         element_bytes: of an element in the compute dtype.
         """
@@ -123,8 +122,8 @@ class CacheFormat(
         return part(self.keys), part(self.values)
 
     def bytes_per_value(self, plain: int, value_share: float = 1.0) -> float:
-        """Mean bytes of a key's or value's element, scales included, over all keys and a share of
-        the values.
+        """Return the mean bytes of an element, scales included, over all keys and a share of the
+        values.
 
         plain: bytes of an element that is not quantized.
         """
@@ -142,11 +141,12 @@ def _value_bytes(fmt: GroupFormat | None, plain: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PublishedFormats(Identified, name="PublishedFormats"):
-    """The formats of a checkpoint's matrices that rest as published, by name.
+    """The formats of those matrices that rest as the checkpoint published them.
 
-    They are no part of a precision's text: the checkpoint's fingerprint says which it has.
+    They are left out of a precision's identity: the checkpoint's fingerprint covers them.
 
-    are_gathered: codes and scales are in places of their own.
+    by_name: canonical name of a matrix -> its format.
+    are_gathered: a row is read from several places of the files: its codes, its scales.
     are_alike: layers with equal shapes have equal formats.
     """
 
@@ -160,19 +160,19 @@ class PublishedFormats(Identified, name="PublishedFormats"):
 
 @dataclass(frozen=True)
 class Precision(Identified, name="Precision", first_version="name weights tables cache"):
-    """What a precision of the product quantizes, and how.
+    """What a precision that users can name quantizes, and how.
 
-    In 4 bits embedding table and head keep 16 bits: they are a small part of a large model, and
-    decide every token.
-    Routers keep 16 bits in any precision: they choose, and nothing averages their errors out.
+    In 4 bits the embedding table and the head keep 16 bits: they are a small part of a large model,
+    and decide every token. Routers keep 16 bits in every precision: they select experts, and
+    nothing averages out their errors.
 
     name: what users call it.
     weights: format of the layers' matrices; None for the checkpoint's 16 bits.
-    tables: format of embedding tables and head, along the inputs, because rows are looked up one by
+    tables: format of embedding tables and head, with axis 'in', because rows are looked up one by
         one; None for the checkpoint's 16 bits.
-    cache: None for the compute type.
-    published: of the matrices that the precision leaves as they are, those that rest in the
-        checkpoint's own bytes.
+    cache: format of the KV cache; None for the compute dtype.
+    published: the matrices that the precision does not quantize and that rest in the checkpoint's
+        own format.
     """
 
     name: str
@@ -189,12 +189,12 @@ class Precision(Identified, name="Precision", first_version="name weights tables
 
     @property
     def label(self) -> str:
-        """Name for fingerprints, which changes with the formats."""
+        """Name for fingerprints; it changes with the formats."""
         return f"{self.name}-{_digest(self)}"
 
     @property
     def weights_label(self) -> str:
-        """Name of the packed weights' files, which changes with the formats of weights and tables
+        """Name of the packed weights' files; it changes with the formats of weights and tables
         alone.
         """
         return f"packed-{_digest((self.weights, self.tables))}"
@@ -205,7 +205,7 @@ class Precision(Identified, name="Precision", first_version="name weights tables
         return self.weights is not None or bool(self.published.by_name)
 
     def format_of(self, tensor: str) -> StoredFormat | None:
-        """Format of the matrix `tensor` (its canonical name); None if it is not quantized."""
+        """Return the format of the matrix `tensor` (its canonical name); None for 16 bits."""
         fmt = self.weights if tensor.startswith("layers.") else self.tables
         if fmt is None or tensor.endswith(".router.weight"):
             return self.published.by_name.get(tensor)

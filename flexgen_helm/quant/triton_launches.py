@@ -1,5 +1,8 @@
-"""Launches of the Triton kernels: how a matrix is divided among programs, by its sizes and the
-device.
+"""Triton kernels that dequantize packed bytes on CUDA devices, and their launches: how a matrix is
+divided among programs.
+
+There are two kernels for a `GroupFormat`, one for each axis, with 4 or 8 bits and any scales
+(layout: `quant.packing`), and one for every `BlockFormat`.
 """
 
 from __future__ import annotations
@@ -13,21 +16,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv, next_power_of_2
 
 from flexgen_helm.quant.arithmetic import word_scales, word_zero_points
 from flexgen_helm.quant.blocks import numbers_of
-from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers, StoredFormat
-
-# Kernels for packed bytes on CUDA devices, in Triton: 4 or 8 bits, any axis and scales (layout:
-# `quant.packing`), and one for all stored types of published files.
+from flexgen_helm.quant.formats import (
+    BitField,
+    BlockFormat,
+    GroupFormat,
+    Numbers,
+    StoredFormat,
+)
 
 
 @triton.jit
-def _codes(at: tl.tensor, high_at: tl.tensor, inside: tl.tensor, bits: tl.constexpr) -> Any:
-    """Low and high codes, in float32: of the bytes at `at`; with 8 bits the high ones are the bytes
-    at `high_at`.
+def _codes(low_at: tl.tensor, high_at: tl.tensor, inside: tl.tensor, bits: tl.constexpr) -> Any:
+    """Load the codes of the first and of the second half of groups, in float32: with 4 bits both
+    from the bytes at `low_at`.
     """
-    byte = tl.load(at, mask=inside, other=0).to(tl.int32)
+    byte = tl.load(low_at, mask=inside, other=0).to(tl.int32)
     if bits == 4:
         low, high = byte & 15, byte >> 4
     else:
@@ -45,8 +52,10 @@ def _scale_and_offset(
     zero_points: tl.tensor,
     pairs: tl.constexpr,
 ) -> Any:
-    """Scale and offset of groups: of words, or of pairs, by their indices among the 16-bit numbers
-    at `numbers`.
+    """Load the scales and offsets of groups from the 16-bit numbers at `numbers`: words at `index`,
+    or, if `pairs`, scales at `index` and offsets at `offset_index`.
+
+    scales, zero_points: of words (`arithmetic.word_scales`, `word_zero_points`).
     """
     if pairs:
         at = numbers.to(tl.pointer_type(tl.float16))
@@ -77,13 +86,16 @@ def dequantize_out(
     chunks: tl.constexpr,
     vector: tl.constexpr,
 ) -> None:
-    """Axis 'out': one stripe, `chunks` runs of `vector` columns."""
+    """Axis 'out': dequantize `chunks` vectors of `vector` columns in one stripe.
+
+    lanes: group / 2, rounded up to a power of two; other arguments: as `packing.PackedArgs`.
+    """
     half: tl.constexpr = group // 2
     code_bytes: tl.constexpr = group * bits // 8
     stripe = tl.program_id(0).to(tl.int64)
     data = packed + stripe * stripe_bytes
-    place = (tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :]
-    column = (tl.program_id(1) * (chunks * vector) + place)[None, :, :]
+    in_chunks = (tl.arange(0, chunks) * vector)[:, None] + tl.arange(0, vector)[None, :]
+    column = (tl.program_id(1) * (chunks * vector) + in_chunks)[None, :, :]
     lane = tl.arange(0, lanes)[:, None, None]
     inside = column < width
     numbers = data + code_bytes * width
@@ -116,7 +128,10 @@ def dequantize_in(
     vector: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> None:
-    """Axis 'in': `block_rows` rows, `chunks` runs of `vector` bytes of each."""
+    """Axis 'in': dequantize `block_rows` rows, of each `chunks` vectors of `vector` code bytes.
+
+    Arguments: as in `dequantize_out`.
+    """
     half: tl.constexpr = group // 2
     code_bytes: tl.constexpr = group * bits // 8
     groups = tl.cdiv(width, group)
@@ -140,38 +155,44 @@ def dequantize_in(
 
 # Values of blocks that a program decodes.
 _BLOCKS_VALUES = tl.constexpr(2048)
+# Indices of the tuples of `describe_blocks`: of what describes a block's numbers, and of what
+# describes one array of them.
+_CODES, _SCALES, _OFFSETS, _ZEROS, _DIVIDES = map(tl.constexpr, range(5))
+_FIRST, _COUNT, _WIDTHS, _VALUES = map(tl.constexpr, range(4))
 
 
 @triton.jit
-def _numbers(block: tl.tensor, layout: tl.tensor, index: tl.tensor, given: tl.constexpr) -> Any:
-    """Some numbers of blocks, in float32. given: as `describe_blocks` describes them."""
+def _numbers(block: tl.tensor, layout: tl.tensor, index: tl.tensor, array: tl.constexpr) -> Any:
+    """Decode the numbers of an array at an index, in float32.
+
+    block: addresses of blocks; layout, array: as `describe_blocks` returns them.
+    """
     bits = tl.zeros_like(index)
-    for part in tl.static_range(len(given[2])):
-        at = tl.load(layout + (given[0] + part * given[1]) + index)
+    for part in tl.static_range(len(array[_WIDTHS])):
+        at = tl.load(layout + (array[_FIRST] + part * array[_COUNT]) + index)
         found = tl.load(block + (at >> 3)).to(tl.int32) >> (at & 7)
-        bits = (bits << given[2][part]) | (found & ((1 << given[2][part]) - 1))
-    if given[3] == "F32":
+        bits = (bits << array[_WIDTHS][part]) | (found & ((1 << array[_WIDTHS][part]) - 1))
+    if array[_VALUES] == "F32":
         number = bits.to(tl.float32, bitcast=True)
-    elif given[3] == "BF16":
+    elif array[_VALUES] == "BF16":
         number = (bits << 16).to(tl.float32, bitcast=True)
-    elif given[3] == "F16":
+    elif array[_VALUES] == "F16":
         number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        number = tl.load(layout + given[3] + bits).to(tl.float32, bitcast=True)
+        number = tl.load(layout + array[_VALUES] + bits).to(tl.float32, bitcast=True)
     return number
 
 
 @triton.jit
-def _product(block: tl.tensor, layout: tl.tensor, numbers: tl.constexpr, kind: int) -> Any:
-    """Products of scales (1), offsets (2) or zeros (3) of blocks [blocks, 1], for parts [blocks,
-    parts or 1, 1].
+def _product(block: tl.tensor, layout: tl.tensor, numbers: tl.constexpr, kind: tl.constexpr) -> Any:
+    """Return the scales, offsets or zero points of blocks [blocks, 1], as products of their factors
+    [blocks, parts or 1, 1]; kind: `_SCALES`, `_OFFSETS` or `_ZEROS`.
     """
     product = tl.full((1, 1), 1.0, tl.float32)
     for i in tl.static_range(len(numbers[kind])):
-        factor = _numbers(
-            block, layout, tl.arange(0, numbers[kind][i][1])[None, :], numbers[kind][i]
-        )
-        if numbers[4] and kind == 1 and i == 1:
+        index = tl.arange(0, numbers[kind][i][_COUNT])[None, :]
+        factor = _numbers(block, layout, index, numbers[kind][i])
+        if numbers[_DIVIDES] and kind == _SCALES and i == 1:
             product = tl.div_rn(factor, product)
         else:
             product *= factor
@@ -192,33 +213,40 @@ def dequantize_blocks(
     sign: tl.constexpr,
     factor: tl.constexpr,
 ) -> None:
-    """Stored types: some of all `count` blocks, or the last one again; their `parts` have a scale
-    each.
+    """Decode `_BLOCKS_VALUES` values of all `count` blocks; behind the last block it is decoded
+    again.
+
+    row_blocks, row_bytes: blocks of a row, and bytes from a row to the next.
+    parts: of a block, which have a scale each; sign: of the offsets; others: see `describe_blocks`.
     """
-    size: tl.constexpr = numbers[0][0][1]
+    size: tl.constexpr = numbers[_CODES][_COUNT]
     chunk: tl.constexpr = _BLOCKS_VALUES // size
     number = tl.minimum(tl.program_id(0) * chunk + tl.arange(0, chunk), count - 1)[:, None]
     block = (
         packed + (number // row_blocks).to(tl.int64) * row_bytes + number % row_blocks * block_bytes
     )
     index = tl.reshape(tl.arange(0, size), (1, parts, size // parts))
-    values = _numbers(block[:, :, None], layout, index, numbers[0][0])
-    if len(numbers[3]):
-        values -= _product(block, layout, numbers, 3)
-    values *= _product(block, layout, numbers, 1)
+    values = _numbers(block[:, :, None], layout, index, numbers[_CODES])
+    if len(numbers[_ZEROS]):
+        values -= _product(block, layout, numbers, _ZEROS)
+    values *= _product(block, layout, numbers, _SCALES)
     values *= factor
-    if len(numbers[2]):
-        values += sign * _product(block, layout, numbers, 2)
+    if len(numbers[_OFFSETS]):
+        values += sign * _product(block, layout, numbers, _OFFSETS)
     tl.store(out + number.to(tl.int64)[:, :, None] * size + index, values)
 
 
-# Bytes of the vector stores.
+# Bytes that a thread stores at once.
 _VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched; grid: programs along the rows, and along the columns."""
+    """How a kernel is launched.
+
+    grid: number of programs along the rows, and along the columns.
+    constants: its `tl.constexpr` arguments.
+    """
 
     kernel: Any
     grid: tuple[int, int]
@@ -226,7 +254,7 @@ class Launch:
     num_warps: int
 
     def run(self, *arguments: Any) -> None:
-        """Multiply-adds are rounded twice, as plain torch rounds them."""
+        """Launch the kernel; without fused multiply-adds, which plain torch does not round so."""
         self.kernel[self.grid](
             *arguments, **self.constants, num_warps=self.num_warps, enable_fp_fusion=False
         )
@@ -234,8 +262,8 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype) -> Launch:
-    """Plan the launch that dequantizes a matrix [rows, width] into `dtype`."""
-    lanes, vector = _power_of_two(fmt.group_size // 2), _VECTOR_BYTES // dtype.itemsize
+    """Return the launch that dequantizes a matrix [rows, width] into `dtype`."""
+    lanes, vector = next_power_of_2(fmt.group_size // 2), _VECTOR_BYTES // dtype.itemsize
     constants = {
         "group": fmt.group_size,
         "bits": fmt.bits,
@@ -243,46 +271,50 @@ def plan_dequantize(fmt: GroupFormat, rows: int, width: int, dtype: torch.dtype)
         "pairs": fmt.scales == "pair",
     }
     if fmt.axis == "out":
-        chunks = min(128, _power_of_two(triton.cdiv(width, vector)))
+        chunks = min(128, next_power_of_2(cdiv(width, vector)))
         constants |= {"chunks": chunks, "vector": vector}
-        grid = fmt.num_stripes(rows), triton.cdiv(width, chunks * vector)
+        grid = fmt.num_stripes(rows), cdiv(width, chunks * vector)
         return Launch(dequantize_out, grid, constants, max(1, min(8, chunks * lanes // 512)))
     vector = min(vector, lanes)
     row_chunks = fmt.stripe_groups(width) * (lanes // vector)
-    chunks = min(128, _power_of_two(row_chunks))
-    block_rows = min(_power_of_two(rows), 512 // chunks)
+    chunks = min(128, next_power_of_2(row_chunks))
+    block_rows = min(next_power_of_2(rows), 512 // chunks)
     constants |= {"chunks": chunks, "vector": vector, "block_rows": block_rows}
-    grid = triton.cdiv(rows, block_rows), triton.cdiv(row_chunks, chunks)
+    grid = cdiv(rows, block_rows), cdiv(row_chunks, chunks)
     return Launch(dequantize_in, grid, constants, 4)
 
 
 @lru_cache(maxsize=64)
 def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, Any], Tensor]:
-    """Return constants of the kernel, and its layout in int32: where numbers begin, in bits, and
-    what they can be.
+    """Return the constants of `dequantize_blocks` for a format, and its layout, a table in int32.
 
-    Numbers are a tuple: where the layout has them, their count, bits of their parts, and where it
-    has their values.
+    The constant `numbers` is (codes, factors of the scales, of the offsets, of the zero points,
+    whether the second factor of a scale is divided by the first). The codes and each factor are an
+    array of numbers in a block, described by a tuple: (index in the layout of the bits at which the
+    numbers begin in a block, part by part; how many numbers; widths of the parts, the highest bits
+    first; index in the layout of the values that the integers stand for, or the name of their
+    floating-point type).
     """
     layout: list[int] = []
 
-    def describe(given: Numbers) -> tuple[Any, ...]:
-        first, parts = len(layout), given.parts[::-1]  # the highest bits first
+    def describe(numbers: Numbers) -> tuple[Any, ...]:
+        first, parts = len(layout), numbers.parts[::-1]
         layout.extend(
             8 * byte + shift for part in parts for byte, shift in zip(part.bytes, part.shifts)
         )
-        known = first, given.count, tuple(part.width for part in parts)
-        if (bits := sum(known[2])) > 8:
-            return *known, given.floating
-        codes = torch.arange(1 << bits, dtype=torch.uint8)[:, None]
-        values = numbers_of(codes, replace(given, parts=(Bits(8, (0,), (0,)),)))
+        widths = tuple(part.width for part in parts)
+        if (bits := sum(widths)) > 8:
+            return first, numbers.count, widths, numbers.floating
+        integers = torch.arange(1 << bits, dtype=torch.uint8)[:, None]
+        values = numbers_of(integers, replace(numbers, parts=(BitField(8, (0,), (0,)),)))
         layout.extend(values[:, 0].view(torch.int32).tolist())
-        return *known, len(layout) - len(codes)
+        return first, numbers.count, widths, len(layout) - len(integers)
 
-    given = (fmt.codes,), fmt.scales, fmt.offsets, fmt.zeros
+    codes = describe(fmt.codes)
+    factors = (tuple(map(describe, numbers)) for numbers in (fmt.scales, fmt.offsets, fmt.zeros))
     constants = {
         "block_bytes": fmt.block_bytes,
-        "numbers": (*(tuple(map(describe, numbers)) for numbers in given), fmt.divides),
+        "numbers": (codes, *factors, fmt.divides),
         "parts": max(factor.count for factor in fmt.scales + fmt.offsets),
         "sign": -1.0 if fmt.subtracts else 1.0,
         "factor": fmt.factor,
@@ -291,18 +323,16 @@ def describe_blocks(fmt: BlockFormat, device: torch.device) -> tuple[dict[str, A
 
 
 def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
-    """Bytes [stripes, stripe_bytes] -> `out` [rows, width], contiguous, of any floating type;
-    returns it.
+    """Dequantize bytes [stripes, stripe_bytes] into `out` [rows, width], contiguous, of any
+    floating dtype; return it.
     """
     rows, width = out.shape
     with _on_device(packed):
         if isinstance(fmt, BlockFormat):
-            (constants, layout), blocks = (
-                describe_blocks(fmt, packed.device),
-                width // fmt.block_values,
-            )
+            constants, layout = describe_blocks(fmt, packed.device)
+            blocks = width // fmt.block_values
             launch = Launch(
-                dequantize_blocks, (triton.cdiv(out.numel(), _BLOCKS_VALUES.value), 1), constants, 4
+                dequantize_blocks, (cdiv(out.numel(), _BLOCKS_VALUES.value), 1), constants, 4
             )
             launch.run(packed, out, layout, rows * blocks, blocks, packed.stride(0))
             return out
@@ -312,11 +342,6 @@ def dequantize_into(packed: Tensor, fmt: StoredFormat, out: Tensor) -> Tensor:
     return out
 
 
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below `number`."""
-    return 1 << (number - 1).bit_length()
-
-
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Return a context in which the tensor's device is current: Triton launches on that one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flexgen_helm.quant.formats import BLOCK_FORMATS, SCALE_BYTES
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS, SCALE_BYTES
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.comparison import ModelComparison
 from flexgen_helm.report.verdicts import advice

@@ -15,8 +15,8 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.checkpoint.gguf_checkpoint import GgufCheckpoint
 from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.errors import CheckpointError
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from flexgen_helm.quant.blocks import decode
-from flexgen_helm.quant.formats import BLOCK_FORMATS
 from tests.helpers.gguf_files import Kind, contents, random_blocks, small_tokenizer, write_gguf
 from tests.helpers.parity import assert_equals_reference, prompts
 from tests.helpers.tiny_models import (

@@ -15,7 +15,7 @@ from flexgen_helm.errors import UnprovedModelError
 from flexgen_helm.hardware.fast_paths import ATTENTION, TRITON, switched_off
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.progress import Message, ProgressPhase, observed_by
-from flexgen_helm.quant.formats import BLOCK_FORMATS
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from flexgen_helm.quant.precisions import PRECISIONS, PublishedFormats
 from tests.cuda import device as fake
 from tests.cuda.engine_runs import LIMITS, requests

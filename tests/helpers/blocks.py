@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from flexgen_helm.quant.formats import BLOCK_FORMATS, scaled_format
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS, scaled_format
 
 
 def drawn_blocks(fmt, rows, width, seed=0):

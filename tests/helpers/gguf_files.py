@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from flexgen_helm.quant.formats import BLOCK_FORMATS
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 
 Kind = gguf.GGMLQuantizationType
 SMALL_TOKENIZER = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}

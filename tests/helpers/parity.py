@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexgen_helm.kernels.attention import Segments, attend_segments
+from flexgen_helm.kernels.attention import LocatedSegments, attend_segments
 from tests.helpers.tiny_models import VOCABULARY
 
 TOLERANCE = 1e-4
@@ -69,7 +69,9 @@ def assert_same(found, expected, tolerance=TOLERANCE):
             assert all(abs(a - b) <= tolerance for (_, a), (_, b) in zip(x, y, strict=True))
 
 
-def seeing_longer_neighbours(q: Tensor, segments: Segments, *rest: Any) -> tuple[Tensor, Tensor]:
+def seeing_longer_neighbours(
+    q: Tensor, segments: LocatedSegments, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak
     would be.
     """

@@ -119,7 +119,7 @@ class _Uncached(Loop):
         return super()._compile(entry, cache=False)
 
 
-_multiply_in_software = _Uncached(amx.Products, amx_loop.multiply.body)
+_multiply_in_software = _Uncached(amx.AmxArgs, amx_loop.multiply.body)
 
 
 @contextmanager

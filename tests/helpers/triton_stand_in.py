@@ -5,7 +5,7 @@ of its host code.
 import torch
 
 from flexgen_helm.quant.blocks import decode
-from flexgen_helm.quant.formats import Bits, BlockFormat, GroupFormat, Numbers
+from flexgen_helm.quant.formats import BitField, BlockFormat, GroupFormat, Numbers
 from flexgen_helm.quant.packing import dequantize
 
 
@@ -25,7 +25,7 @@ def block_format(given, layout):
     def numbers(first, count, widths, values):
         found = layout[first : first + len(widths) * count].view(len(widths), count)
         parts = tuple(
-            Bits(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist()))
+            BitField(w, tuple((at >> 3).tolist()), tuple((at & 7).tolist()))
             for w, at in zip(widths, found)
         )
         if isinstance(values, str):
@@ -33,10 +33,10 @@ def block_format(given, layout):
         table = layout[values : values + (1 << sum(widths))].view(torch.float32)
         return Numbers(parts[::-1], table=tuple(table.tolist()))
 
-    (codes,), scales, offsets, zeros = (
-        tuple(numbers(*x) for x in kind) for kind in given["numbers"][:4]
-    )
-    size, subtracts, divides = given["block_bytes"], given["sign"] < 0, given["numbers"][4]
+    first, *factors, divides = given["numbers"]
+    codes = numbers(*first)
+    scales, offsets, zeros = (tuple(numbers(*x) for x in kind) for kind in factors)
+    size, subtracts = given["block_bytes"], given["sign"] < 0
     return BlockFormat(
         "", codes.count, size, codes, scales, offsets, subtracts, zeros, divides, given["factor"]
     )

@@ -32,7 +32,7 @@ def unit():
 
 @pytest.fixture(autouse=True)
 def any_number_of_rows(monkeypatch):
-    monkeypatch.setattr(amx, "_LEAST_ROWS", dict.fromkeys(DTYPES, (1, 1)))
+    monkeypatch.setattr(amx, "_MIN_ROWS", dict.fromkeys(DTYPES, (1, 1)))
 
 
 @settings(max_examples=share_of(25, 2))
@@ -191,9 +191,9 @@ def test_a_process_that_may_not_use_the_unit_multiplies_without_it(monkeypatch):
 @pytest.mark.parametrize(("width", "threads"), [(64, 1), (4096, 4), (14336, 4), (14336, 64)])
 def test_its_memory_stays_within_what_is_said(monkeypatch, width, threads):
     asked = []
-    memory = amx._memory
+    memory = amx._scratch_memory
     monkeypatch.setattr(
-        amx, "_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes)
+        amx, "_scratch_memory", lambda num_bytes: asked.append(num_bytes) or memory(num_bytes)
     )
     x, weight = operands(700, width, 33, torch.float32)
     torch.set_num_threads(threads)

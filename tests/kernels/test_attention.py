@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from flexgen_helm.kernels import attention
 from flexgen_helm.kernels.attention import (
     BLOCK_KEYS,
-    Begun,
+    AttentionState,
+    ScoreOptions,
     Segment,
     SegmentTable,
     TokenGroup,
-    Way,
     attend_segments,
     can_attend_caches,
 )
@@ -48,7 +48,7 @@ def by_head(k, v):
 
 def one_prompt(k, v):
     groups = [TokenGroup(0, len(k), [Segment("new", 0, len(k))])]
-    return SegmentTable.of(groups, range(len(k))).at([by_head(k, v)])
+    return SegmentTable.of(groups, range(len(k))).with_addresses([by_head(k, v)])
 
 
 def caches(k, v, lasts):
@@ -57,7 +57,7 @@ def caches(k, v, lasts):
         TokenGroup(slot, 1, [Segment("cache", 0, last + 1, slot)])
         for slot, last in enumerate(lasts)
     ]
-    return SegmentTable.of(groups, lasts).at([(k, v)])
+    return SegmentTable.of(groups, lasts).with_addresses([(k, v)])
 
 
 def assert_close(out, lse, exact, exact_lse, largest):
@@ -128,8 +128,8 @@ def test_any_batch(seed, key_heads, group, dim, window, softcap, has_slopes, thr
     slopes = torch.rand(group * key_heads, generator=numbers) if has_slopes else None
     seen = None if window is None else (window.tokens, window.is_chunked)
     torch.set_num_threads(threads)
-    segments = table.at([given[source] for source in table.sources])
-    out, lse = attend_segments(q, segments, Way(dim**-0.5, seen, softcap, slopes))
+    segments = table.with_addresses([given[source] for source in table.sources])
+    out, lse = attend_segments(q, segments, ScoreOptions(dim**-0.5, seen, softcap, slopes))
     for first, count, shared, is_prompt, _ in groups:
         part = slice(first, first + count)
         keys, values = (
@@ -153,14 +153,14 @@ def test_scores_beyond_what_an_exponential_holds():
         torch.zeros(200, 1, 16),
         torch.arange(200.0)[:, None, None].expand(200, 1, 16).contiguous(),
     )
-    out, lse = attend_segments(q, one_prompt(k, v), Way(1.0))
+    out, lse = attend_segments(q, one_prompt(k, v), ScoreOptions(1.0))
     torch.testing.assert_close(out[:, 0, 0], torch.arange(200.0) / 2)
     torch.testing.assert_close(lse[:, 0], torch.arange(1.0, 201.0).log())
     k[0] = 500.0
-    out, lse = attend_segments(q, one_prompt(k, v), Way(1.0))
+    out, lse = attend_segments(q, one_prompt(k, v), ScoreOptions(1.0))
     assert out.abs().max() == 0.0 and torch.equal(lse, torch.full((200, 1), 8000.0))
     k[0], k[-1] = -500.0, 500.0
-    out, lse = attend_segments(q, one_prompt(k, v), Way(1.0))
+    out, lse = attend_segments(q, one_prompt(k, v), ScoreOptions(1.0))
     assert out[0].eq(0).all() and lse[0] == -8000.0 and out[-1].eq(199).all() and lse[-1] == 8000.0
 
 
@@ -176,8 +176,8 @@ def test_what_each_of_many_keys_adds_beside_a_sink_is_not_lost(keys):
     last = keys - 70
     segments = [Segment("prefix", 0, last), Segment("new", last, 70)]
     table = SegmentTable.of([TokenGroup(0, 70, segments)], range(last, keys))
-    behind = table.at([by_head(k[:last], v[:last]), by_head(k[last:], v[last:])])
-    out, lse = (x[-1] for x in attend_segments(q, behind, Way(1.0)))
+    behind = table.with_addresses([by_head(k[:last], v[:last]), by_head(k[last:], v[last:])])
+    out, lse = (x[-1] for x in attend_segments(q, behind, ScoreOptions(1.0)))
     added = (keys - 1) * math.exp(-17)
     assert (out.double() - added / (1 + added)).abs().max() < 1e-8 and abs(
         lse.item() - math.log1p(added)
@@ -196,10 +196,12 @@ def test_scores_of_minus_infinity_alone_have_no_number(loops_are_used, monkeypat
     if not loops_are_used:
         monkeypatch.setattr(attention, "loops", lambda: None)
     q, k, v = torch.ones(3, 1, 16), torch.full((3, 1, 16), -math.inf), torch.ones(3, 1, 16)
-    out, _ = attend_segments(q, one_prompt(k, v), Way(1.0))
+    out, _ = attend_segments(q, one_prompt(k, v), ScoreOptions(1.0))
     assert out.isnan().all()
     unseen = SegmentTable.of([TokenGroup(0, 1, [Segment("prefix", 0, 3)])], [9])
-    out, lse = attend_segments(q[:1], unseen.at([by_head(k, v)]), Way(1.0, (2, False)))
+    out, lse = attend_segments(
+        q[:1], unseen.with_addresses([by_head(k, v)]), ScoreOptions(1.0, (2, False))
+    )
     assert out.eq(0).all() and lse.eq(-math.inf).all()
 
 
@@ -223,7 +225,9 @@ def test_any_caches(seed, key_heads, group, dim, dtype, window, softcap, has_slo
     slopes = torch.rand(heads, generator=numbers) if has_slopes else None
     seen = None if window is None else (window.tokens, window.is_chunked)
     torch.set_num_threads(threads)
-    out, lse = attend_segments(q, caches(k, v, lasts), Way(dim**-0.5, seen, softcap, slopes))
+    out, lse = attend_segments(
+        q, caches(k, v, lasts), ScoreOptions(dim**-0.5, seen, softcap, slopes)
+    )
     for slot, last in enumerate(lasts):
         keys, values = (x[slot, :, : last + 1].float().transpose(0, 1) for x in (k, v))
         at = torch.tensor([last])
@@ -239,7 +243,7 @@ def test_the_same_bits_whoever_decodes_beside_it_on_any_number_of_threads():
 
     def attended(*rows):
         segments = caches(k[[*rows]], v[[*rows]], [lasts[row] for row in rows])
-        return attend_segments(q[[*rows]], segments, Way(0.125))
+        return attend_segments(q[[*rows]], segments, ScoreOptions(0.125))
 
     alone = [attended(row) for row in range(4)]
     for threads in (1, 2, 5):
@@ -261,9 +265,9 @@ def test_the_same_bits_wherever_segments_end(
     q, k, v = (torch.randn(total, n, dim, generator=numbers) for n in (heads, key_heads, key_heads))
     slopes = torch.rand(heads, generator=numbers) if has_slopes else None
     seen = None if window is None else (window.tokens, window.is_chunked)
-    way = Way(dim**-0.5, seen, softcap, slopes)
+    options = ScoreOptions(dim**-0.5, seen, softcap, slopes)
     torch.set_num_threads(threads)
-    whole = attend_segments(q, one_prompt(k, v), way)
+    whole = attend_segments(q, one_prompt(k, v), options)
     ends = sorted(draw.sample(range(total), k=min(total - 1, draw.randrange(4))) + [0])
     shared = [Segment(i, start, end - start) for i, (start, end) in enumerate(pairwise(ends))]
     last = ends[-1]
@@ -273,17 +277,17 @@ def test_the_same_bits_wherever_segments_end(
     }
     given["rest"] = by_head(k[last:], v[last:])
 
-    def attended(queries, begun=None, **bounds):
+    def attended(queries, state=None, **bounds):
         group = TokenGroup(0, len(queries), [*shared, rest], **bounds)
         table = SegmentTable.of([group], range(total - len(queries), total))
-        segments = table.at([given[source] for source in table.sources])
-        return attend_segments(queries, segments, way, begun)
+        segments = table.with_addresses([given[source] for source in table.sources])
+        return attend_segments(queries, segments, options, state)
 
     assert all(torch.equal(x[last:], y) for x, y in zip(whole, attended(q[last:])))
-    begin, begun = last // BLOCK_KEYS * BLOCK_KEYS, Begun.empty(q[-1:])
+    begin, state = last // BLOCK_KEYS * BLOCK_KEYS, AttentionState.empty(q[-1:])
     if begin:
-        attended(q[-1:], begun, end=begin)
-    decoded = attended(q[-1:], begun, begin=begin)
+        attended(q[-1:], state, end=begin)
+    decoded = attended(q[-1:], state, begin=begin)
     assert all(torch.equal(x[-1:], y) for x, y in zip(whole, decoded))
 
 

@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 from flexgen_helm.kernels.trial import loops_in_use
 from flexgen_helm.quant.block_products import loops
-from flexgen_helm.quant.formats import BLOCK_FORMATS
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 
 for name in sys.argv[1:]:
     loops(BLOCK_FORMATS[name])()

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from flexgen_helm.errors import LoopError
 from flexgen_helm.kernels import attention, layer_rows, team
 from flexgen_helm.kernels.trial import loops_in_use
-from flexgen_helm.quant import block_products, kernels, packing
-from flexgen_helm.quant.formats import BLOCK_FORMATS
+from flexgen_helm.quant import block_products, dequantization, packing
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("flexgen_helm.kernels.emit")
 from flexgen_helm.kernels import attention_loop, layer_loop
 from flexgen_helm.kernels.emit import Loop
-from flexgen_helm.quant import numba_kernels, packing_loop
+from flexgen_helm.quant import dequantization_loop, packing_loop
 
 
 @partial(Loop, namedtuple("Row", "x"))
@@ -86,7 +86,7 @@ TRIED = [
     (attention.loops, attention_loop, "attend"),
     *((layer_rows.loops, layer_loop, f"{name}_rows") for name in ("norm", "rotate", "gate", "put")),
     *(
-        (kernels.loops, numba_kernels, name)
+        (dequantization.loops, dequantization_loop, name)
         for name in ("dequantize_rows", "dequantize_columns", "matmul_columns")
     ),
     (packing.loops, packing_loop, "pack_columns"),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flexgen_helm.kernels.vector_products import vector_matmul
 from flexgen_helm.quant import block_products
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from flexgen_helm.quant.block_products import block_matmul, decode_into
-from flexgen_helm.quant.formats import BLOCK_FORMATS
 from tests.helpers.blocks import FORMATS, NAMES, SCALED, drawn_blocks, published_values
 from tests.helpers.shares import share_of
 

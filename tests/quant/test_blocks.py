@@ -8,7 +8,7 @@ import torch
 
 from flexgen_helm.kernels import trial
 from flexgen_helm.quant.block_products import decode_into
-from flexgen_helm.quant.blocks import decode, not_finite
+from flexgen_helm.quant.blocks import decode, has_non_finite
 from tests.helpers.blocks import (
     EVERY_FORMAT,
     FORMATS,
@@ -51,7 +51,7 @@ def test_sizes_are_those_of_the_package(fmt):
 def test_drawn_blocks(fmt):
     packed = drawn_blocks(fmt, 100, 5 * fmt.block_values)
     assert_as_published(packed, fmt)
-    assert not not_finite(packed, fmt)
+    assert not has_non_finite(packed, fmt)
     assert trial.loops_in_use[f"products with {fmt.name}"] == "compiled"
 
 
@@ -62,7 +62,7 @@ def test_codes_that_are_no_numbers_are_found(code, bits):
     fmt = SCALED[code, "F32", 128]
     packed = drawn_blocks(fmt, 9, 5 * fmt.block_values)
     packed[4, 2 * fmt.block_bytes + 77] = bits
-    assert not_finite(packed, fmt)
+    assert has_non_finite(packed, fmt)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_scales_of_folders_that_are_no_numbers_are_found(scale, bits):
     fmt = next(fmt for key, fmt in SCALED.items() if key[1] == scale)
     packed = drawn_blocks(fmt, 9, 5 * fmt.block_values)
     packed.view(-1, fmt.block_bytes)[33, : len(bits)] = torch.tensor(bits, dtype=torch.uint8)
-    assert not_finite(packed, fmt)
+    assert has_non_finite(packed, fmt)
 
 
 @every_format
@@ -94,7 +94,7 @@ def test_extreme_scales(fmt):
             bits = HALVES[row // len(HALVES) ** number % len(HALVES)]
             packed[row, at], packed[row, at + 1] = bits & 0xFF, bits >> 8
     assert_as_published(packed, fmt)
-    assert not not_finite(packed, fmt)
+    assert not has_non_finite(packed, fmt)
 
 
 @pytest.mark.parametrize("name, scales", [("MXFP4", 1), ("NVFP4", 4)])
@@ -110,10 +110,10 @@ def test_every_scale_of_8_bits(name, scales):
 def test_scales_that_are_no_numbers_are_found(fmt, bits):
     for at in half_scales(fmt):
         packed = drawn_blocks(fmt, 3, 4 * fmt.block_values)
-        assert not not_finite(packed, fmt)
+        assert not has_non_finite(packed, fmt)
         block = packed.view(-1, fmt.block_bytes)[7]
         block[at], block[at + 1] = bits & 0xFF, bits >> 8
-        assert not_finite(packed, fmt)
+        assert has_non_finite(packed, fmt)
 
 
 @every_format

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import UsageError
-from flexgen_helm.quant import arithmetic, kernels, packing
+from flexgen_helm.quant import arithmetic, dequantization, packing
 from flexgen_helm.quant.arithmetic import (
     NotQuantizableError,
     decode_words,
@@ -18,8 +18,8 @@ from flexgen_helm.quant.arithmetic import (
     to_codes,
     word_scales,
 )
+from flexgen_helm.quant.dequantization import dequantize_into, quantized_matmul
 from flexgen_helm.quant.formats import GroupFormat
-from flexgen_helm.quant.kernels import dequantize_into, quantized_matmul
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 
@@ -235,7 +235,7 @@ def test_numba_kernels_give_the_numbers_of_plain_torch(fmt, size, threads):
 
 
 @pytest.mark.parametrize("fmt", [PAPER, OURS, GroupFormat(4, 8, "out", "word"), EIGHT], ids=str)
-@given(sizes, st.integers(1, kernels.QUANTIZED_MATMUL_ROWS), st.integers(1, 3))
+@given(sizes, st.integers(1, dequantization.QUANTIZED_MATMUL_ROWS), st.integers(1, 3))
 @settings(max_examples=12)
 def test_products_with_codes_equal_products_with_dequantized_weights(fmt, size, tokens, threads):
     rows, width = size
@@ -252,7 +252,10 @@ def test_products_with_codes_equal_products_with_dequantized_weights(fmt, size, 
 
 def test_products_read_codes_for_few_tokens_only():
     packed = quantize(matrix(64, 64), OURS)
-    assert quantized_matmul(matrix(kernels.QUANTIZED_MATMUL_ROWS + 1, 64), packed, OURS, 64) is None
+    assert (
+        quantized_matmul(matrix(dequantization.QUANTIZED_MATMUL_ROWS + 1, 64), packed, OURS, 64)
+        is None
+    )
     assert quantized_matmul(matrix(1, 64).half(), packed, OURS, 64) is None
     along = GroupFormat(4, 64, "in")
     assert quantized_matmul(matrix(1, 64), quantize(matrix(64, 64), along), along, 64) is None
@@ -321,10 +324,10 @@ def test_the_numba_kernels_are_used(monkeypatch):
     """
     packed = quantize(matrix(64, 64), OURS)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "dequantize_with_torch", None)
+        patch.setattr(dequantization, "dequantize_with_torch", None)
         for fmt in KERNELS:
             dequantize_into(quantize(matrix(64, 64), fmt), fmt, torch.empty(64, 64))
-    monkeypatch.setattr(kernels, "loops", lambda: None)
+    monkeypatch.setattr(dequantization, "loops", lambda: None)
     assert torch.equal(
         dequantize_into(packed, OURS, torch.empty(64, 64)), dequantize(packed, OURS, 64, 64)
     )

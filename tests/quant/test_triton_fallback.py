@@ -14,9 +14,9 @@ import torch
 from flexgen_helm.hardware.fast_paths import TRITON, switched_off
 from flexgen_helm.offload import linear
 from flexgen_helm.progress import Message, observed_by
-from flexgen_helm.quant import kernels
+from flexgen_helm.quant import dequantization
+from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from flexgen_helm.quant.blocks import decode
-from flexgen_helm.quant.formats import BLOCK_FORMATS
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.tiers import DEVICE_UPCAST_ELEMENTS
@@ -42,7 +42,7 @@ def on_a_device(monkeypatch):
     yet.
     """
     monkeypatch.delitem(switched_off, TRITON, raising=False)
-    monkeypatch.setattr(kernels, "_is_for_triton", lambda *tensors: True)
+    monkeypatch.setattr(dequantization, "_is_for_triton", lambda *tensors: True)
 
 
 def use(name="ours"):
@@ -52,7 +52,8 @@ def use(name="ours"):
     with observed_by(events.append):
         for _ in range(2):
             assert torch.equal(
-                kernels.dequantize_into(packed, fmt, torch.full_like(expected, torch.nan)), expected
+                dequantization.dequantize_into(packed, fmt, torch.full_like(expected, torch.nan)),
+                expected,
             )
     assert all(isinstance(event, Message) and event.is_warning for event in events)
     return [event.text for event in events]
@@ -106,12 +107,12 @@ def test_what_fails_is_named_once(monkeypatch, fault, says):
 @pytest.mark.parametrize("name", MATRICES)
 def test_a_kernel_that_works_is_used_and_nothing_is_said(monkeypatch, name):
     """What is launched is not repeated by plain torch."""
-    monkeypatch.setattr(kernels, "dequantize_with_torch", None)
-    monkeypatch.setattr(kernels, "decode_into", None)
+    monkeypatch.setattr(dequantization, "dequantize_with_torch", None)
+    monkeypatch.setattr(dequantization, "decode_into", None)
     packed, fmt, expected = MATRICES[name]
     events: list[Any] = []
     with recording_driver(80) as driver, observed_by(events.append):
-        kernels.dequantize_into(packed, fmt, torch.empty_like(expected))
+        dequantization.dequantize_into(packed, fmt, torch.empty_like(expected))
     assert len(driver.launched) == 1 and not events and TRITON not in switched_off
 
 
@@ -143,14 +144,14 @@ def test_triton_takes_what_its_kernels_can_address(monkeypatch):
 
     good, odd, apart = on_device((4, 1), 16), on_device((5, 1), 17), on_device((8, 2), 16)
     for fmt in (OURS, Q4_0):
-        assert kernels._is_for_triton(good, fmt, good)
-        assert not kernels._is_for_triton(apart, fmt, good) and not kernels._is_for_triton(
-            good, fmt, apart
-        )
-        assert not kernels._is_for_triton(good, fmt, torch.zeros(1))
-        assert not kernels._is_for_triton(torch.zeros(2, 2), fmt, good)
-    assert not kernels._is_for_triton(odd, OURS, good)
-    assert kernels._is_for_triton(odd, Q4_0, good)  # blocks are read byte by byte
+        assert dequantization._is_for_triton(good, fmt, good)
+        assert not dequantization._is_for_triton(
+            apart, fmt, good
+        ) and not dequantization._is_for_triton(good, fmt, apart)
+        assert not dequantization._is_for_triton(good, fmt, torch.zeros(1))
+        assert not dequantization._is_for_triton(torch.zeros(2, 2), fmt, good)
+    assert not dequantization._is_for_triton(odd, OURS, good)
+    assert dequantization._is_for_triton(odd, Q4_0, good)  # blocks are read byte by byte
 
 
 @pytest.mark.parametrize("rows, width, tiles", [(33, 64, 1), (28672, 8192, 1), (53248, 16384, 4)])

@@ -21,7 +21,8 @@ from flexgen_helm.checkpoint.stored_tensors import (
     StoredTensor,
 )
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import BlockFormat, scaled_format
+from flexgen_helm.quant.block_formats import scaled_format
+from flexgen_helm.quant.formats import BlockFormat
 
 
 def bitsandbytes(group: QuantizedGroup) -> LogicalTensor | None:

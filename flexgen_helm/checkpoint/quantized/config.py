@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import BlockFormat, scaled_format
+from flexgen_helm.quant.block_formats import scaled_format
+from flexgen_helm.quant.formats import BlockFormat
 
 HALF_TYPES = {"bfloat16": "BF16", "float16": "F16"}
 

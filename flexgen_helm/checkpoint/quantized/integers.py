@@ -22,7 +22,8 @@ from flexgen_helm.checkpoint.quantized.logical_tensor import (
 from flexgen_helm.checkpoint.quantized.scaled import Scaling, scaled
 from flexgen_helm.checkpoint.stored_tensors import FillRows, PublishedTensor, StoredTensor
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import BlockFormat, scaled_format
+from flexgen_helm.quant.block_formats import scaled_format
+from flexgen_helm.quant.formats import BlockFormat
 
 _INDICES = ("I32", "I64")
 # AWQ, gemm layout: where column j of each eight begins in the word.

@@ -13,7 +13,7 @@ from flexgen_helm.checkpoint.published import filler
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredTensor
 from flexgen_helm.concurrency import computed_ahead
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.kernels.team import stay_alone
+from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.quant.block_products import decode_into
 
 # Types that a tensor can have without scales.
@@ -94,7 +94,7 @@ class LogicalTensor:
             yield from (read(*part).reshape(-1) for part in parts)
         else:
             yield from computed_ahead(
-                lambda part: read(*part).reshape(-1), parts, MOST_THREADS, stay_alone
+                lambda part: read(*part).reshape(-1), parts, MOST_THREADS, use_one_thread
             )
 
     def reader(self) -> ReadRows:

@@ -9,7 +9,7 @@ from flexgen_helm.checkpoint.quantized.group import FLOATS, FP8, QuantizedGroup
 from flexgen_helm.checkpoint.quantized.logical_tensor import LogicalTensor, require, title_of
 from flexgen_helm.checkpoint.stored_tensors import PublishedTensor, StoredPlane, StoredTensor
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.quant.formats import SCALE_BYTES, scaled_format
+from flexgen_helm.quant.block_formats import SCALE_BYTES, scaled_format
 
 _SCALES = (*FLOATS, "F8_E4M3", "F8_E8M0", "U8")
 
