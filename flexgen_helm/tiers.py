@@ -79,6 +79,13 @@ LONG_PAGE_TOKENS = 64
 # Answers that may end early and may have more tokens than this get their cache by pages. Shorter
 # ones get it at once: there is little to be gained, and reserving never has to be taken back.
 LONG_ANSWER_TOKENS = 128
+# Queries of a prompt whose scores exist at once where no fused kernel attends: they bound the
+# workspace.
+SCORE_TOKENS = 1024
+# Queries of a prompt whose masks exist at once, for the same reason.
+QUERY_CHUNK_TOKENS = 256
+# Tokens of several prompts that are quantized together.
+QUANTIZED_TOKENS = 4096
 
 # --- Seconds ---
 # Seconds that a drawn token waits at most to be written.

@@ -81,7 +81,7 @@ class Baseline:
         self.state_numbers = self.prompts.state_numbers() if by_layer else []
         num_states = 1 + max(map(max, self.state_numbers), default=-1)
         logits_shape = self.prompts.num_compared, config.vocab_size
-        states_shape = (config.num_layers + 1) * by_layer, num_states, config.state_size
+        states_shape = (config.num_layers + 1) * by_layer, num_states, config.hidden_elements
         # elements in float32: logits, hidden states, log-probabilities
         sizes = prod(logits_shape), prod(states_shape), logits_shape[0]
         self.num_bytes = num_bytes = 4 * sum(sizes)

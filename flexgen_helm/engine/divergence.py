@@ -70,7 +70,7 @@ def require_comparable(
                     f"first and {shown[1]} in the second; compare their scores instead, with "
                     "flexgen-helm compare --baseline MODEL"
                 )
-    shapes = [(config.num_layers, config.state_size) for config in configs]
+    shapes = [(config.num_layers, config.hidden_elements) for config in configs]
     if by_layer and shapes[0] != shapes[1]:
         words = " and ".join(f"{layers} layers of {width}" for layers, width in shapes)
         raise UsageError(

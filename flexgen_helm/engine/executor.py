@@ -268,7 +268,7 @@ class Executor:
         self._observer, self.expert_tokens = observer, plan.expert_tokens
         self._kept: KeptStates | None = None
         self._stages = stage_names(self._config)
-        self._hidden_bytes = self._config.state_size * decoder.dtype.itemsize  # of a token
+        self._hidden_bytes = self._config.hidden_elements * decoder.dtype.itemsize  # of a token
         self._head_positions = max(1, _LOGIT_ELEMENTS // self._config.vocab_size)
         is_host = self._device.type == "cpu"
         self._workspace = Workspace(
@@ -431,11 +431,11 @@ class Executor:
         if state is None:
             state = states[item.batch] = self._new_state(batch)
             if self._kept is not None and item.stage:
-                stored = self._kept.read(batch, self._config.state_size, self._decoder.dtype)
+                stored = self._kept.read(batch, self._config.hidden_elements, self._decoder.dtype)
                 state.hidden, state.nonfinite_layer = (x.to(self._device) for x in stored)
                 state.layers_checked += item.stage - self._config.has_embedding
             elif not self._config.has_embedding:
-                shape = batch.num_tokens, self._config.state_size
+                shape = batch.num_tokens, self._config.hidden_elements
                 state.hidden, state.nonfinite_layer = self._pipeline.receive_hidden(
                     checksum(batch), shape, self._decoder.dtype, self._device
                 )

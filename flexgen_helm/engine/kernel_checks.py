@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flexgen_helm.hardware.process_state import ATTENTION, TRITON, switch_off
+from flexgen_helm.hardware.fast_paths import ATTENTION, TRITON, switch_off
 from flexgen_helm.models.attention import AttentionConfig, additive_mask, attend, attend_unfused
 from flexgen_helm.quant.block_products import decode_into
 from flexgen_helm.quant.dequantization import dequantize_into, dequantize_with_torch

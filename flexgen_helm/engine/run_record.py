@@ -17,7 +17,7 @@ from flexgen_helm.engine.executor import Executor
 from flexgen_helm.engine.fingerprint import what_decides_bits
 from flexgen_helm.engine.opening import OpenedModel
 from flexgen_helm.engine.run import ResultCollector
-from flexgen_helm.hardware.process_state import switched_off
+from flexgen_helm.hardware.fast_paths import switched_off
 from flexgen_helm.kernels.products import (
     library_flops,
     matmul_flops,

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 _lock = threading.Lock()
-_num_computing = 0
+_num_computing = 0  # engines that are opening or running now
 # What `set_float32_matmul_precision` makes of a level, for cuda and mkldnn.
 _LEVELS = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
 _EXACT = {"none", "ieee"}
@@ -74,7 +74,7 @@ class _ProductSettings(NamedTuple):
                 getattr(torch.backends, library).matmul.fp32_precision = precision
 
 
-# Before the first of the engines that compute now.
+# The program's settings, read before the first of `_num_computing` engines replaced them.
 _settings_before: _ProductSettings
 
 
@@ -87,8 +87,8 @@ def _set_cuda(values: Iterable[Any]) -> None:
 
 @contextmanager
 def _exact_process() -> Iterator[None]:
-    """Set what all threads share: the first engine that computes sets it, the last one puts it
-    back.
+    """Make the settings exact that all threads share, until the last of the engines that compute
+    at once ends.
     """
     global _num_computing, _settings_before
     with _lock:
@@ -96,7 +96,7 @@ def _exact_process() -> Iterator[None]:
         if not _num_computing:
             _settings_before = settings
         _num_computing += 1
-        settings.make_exact()  # of every engine: a program may have set something meanwhile
+        settings.make_exact()  # by every engine: the program may have set something meanwhile
     try:
         yield
     finally:

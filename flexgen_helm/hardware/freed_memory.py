@@ -18,8 +18,8 @@ def keep_freed_memory() -> None:
 
     Every product allocates and frees the same tens of megabytes. If the system takes them back in
     between, it zeroes and maps each page anew: a third of the prefill time of a small model. The
-    setting holds for the whole process;
-    the largest batch's memory stays until `return_freed_memory`.
+    setting holds for the whole process: the largest batch's memory stays until
+    `return_freed_memory`.
     """
     if (libc := _glibc()) is not None:
         # One arena: large blocks of another thread's arena would go back to the system all the
@@ -44,17 +44,19 @@ class ResidentMemory:
 
     def __init__(self, limit: int) -> None:
         """limit: bytes of the host's tier."""
-        self._limit, self._elsewhere = limit, resident_bytes()
+        self._limit, self._other_bytes = limit, resident_bytes()
 
     def hold(self, workspace_bytes: int) -> None:
-        """Return freed memory if more is resident than the limit, the workspace, and what is not
-        the engine's.
+        """Return freed memory to the system if the process has more than its engine may use.
+
+        workspace_bytes: what the engine may use beside the limit now.
         """
-        most = self._limit + self._elsewhere + workspace_bytes + UNCOUNTED_BYTES
-        if resident_bytes() > most:
+        allowed = self._limit + self._other_bytes + workspace_bytes + UNCOUNTED_BYTES
+        if resident_bytes() > allowed:
             return_freed_memory()
-            # What is left is in use. Half of the uncounted bytes remain until the next time.
-            self._elsewhere += max(0, resident_bytes() - most + UNCOUNTED_BYTES // 2)
+            # What is resident now is in use by other parts. Half of the uncounted bytes are left
+            # free, so that the next call does not return memory again.
+            self._other_bytes += max(0, resident_bytes() - allowed + UNCOUNTED_BYTES // 2)
 
 
 def resident_bytes() -> int:

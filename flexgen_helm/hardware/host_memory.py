@@ -22,14 +22,18 @@ _FILES = {
 }
 
 # Address space, measured: a run of HELM with a model of 0.1 GB maps 6.6 GiB with 2 cores, 3.1 of
-# them torch. Of a core: the stack and the heap of its threads.
-_LIBRARIES, _CORE = 7 << 30, 128 << 20
+# them torch.
+_LIBRARY_BYTES = 7 << 30
+# Of the stack and the heap of a core's threads.
+_CORE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes. group_limit: of the control group with the least room; None without one below the
-    machine.
+    """Bytes that this process may have, and of these what is free.
+
+    group_limit: of the control group with the least room; None if none has a limit below the
+        machine's memory.
     """
 
     total: int
@@ -51,7 +55,7 @@ def host_memory(mounts: Path = MOUNTS, cgroup: Path = CGROUP) -> HostMemory:
     machine = psutil.virtual_memory()
     groups = memory_groups(mounts, cgroup)
     limits = [] if groups is None else _limits(groups)
-    limited = sorted((room, limit) for limit, room in limits if limit < machine.total)
+    limited = sorted((room, limit) for room, limit in limits if limit < machine.total)
     if not limited:
         return HostMemory(machine.total, machine.available)
     room, group_limit = limited[0]
@@ -66,7 +70,7 @@ def lacking_address_space() -> str | None:
     process.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    least = _LIBRARIES + len(os.sched_getaffinity(0)) * _CORE
+    least = _LIBRARY_BYTES + len(os.sched_getaffinity(0)) * _CORE_BYTES
     if limit == resource.RLIM_INFINITY or limit >= least:
         return None
     return (
@@ -106,7 +110,10 @@ def _groups(version: int, mount: Path, path: str) -> MemoryGroups:
 
 
 def _limits(groups: MemoryGroups) -> Iterator[tuple[int, int]]:
-    """Yield limit and room of the process's group and of those around it."""
+    """Yield room and limit of the process's group and of those around it, in bytes.
+
+    Room: what the limit leaves, with the files in memory that the kernel would drop first.
+    """
     limit_file, usage_file, inactive = _FILES[groups.version]
     folder = groups.folder
     while folder.is_relative_to(groups.mount):
@@ -114,5 +121,5 @@ def _limits(groups: MemoryGroups) -> Iterator[tuple[int, int]]:
             limit, usage = (int((folder / file).read_text()) for file in (limit_file, usage_file))
             lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
             droppable = next((int(line[1]) for line in lines if line[0] == inactive), 0)
-            yield limit, max(0, limit - usage + droppable)
+            yield max(0, limit - usage + droppable), limit
         folder = folder.parent

@@ -234,6 +234,7 @@ _Record = TypeVar("_Record")
 
 
 def _read_record(kind: type[_Record], data: Any, where: str) -> _Record:
+    """Read a dataclass of this module from JSON. where: names it in errors."""
     if not isinstance(data, dict):
         raise UsageError(f"{where}: an object is expected, not {type(data).__name__}")
     fields = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -256,12 +257,17 @@ def _read_record(kind: type[_Record], data: Any, where: str) -> _Record:
 
 
 def _read_value(hint: Any, name: str, value: Any, where: str) -> Any:
+    """Read one field from JSON. hint: its annotation; name: the field's."""
     if hint in (int, float):
         if value is None and hint is float:
             return math.inf  # JSON has no infinity
-        most = 1 if name in _AT_MOST_ONE else 1e300
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-            bounds = f"from 0 to {most}" if most == 1 else "of at least 0"
+        largest = 1 if name in _AT_MOST_ONE else 1e300
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 <= value <= largest
+        ):
+            bounds = f"from 0 to {largest}" if largest == 1 else "of at least 0"
             raise UsageError(f"{where}: a number {bounds} is expected, not {value!r}")
         if hint(value) == 0 and name not in _MAY_BE_ZERO:
             raise UsageError(f"{where}: must be more than 0")

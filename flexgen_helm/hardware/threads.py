@@ -80,8 +80,10 @@ class ThreadGovernor:
         self._last = read()
 
     def adapt(self) -> None:
-        """Choose the number of threads anew if the last choice is a second old; the calling
-        thread's work uses it.
+        """Choose the number of threads anew if the last choice is a second old.
+
+        PyTorch's number of threads is the calling thread's own, so call it from the one that
+        computes.
         """
         if not self._active or time.monotonic() - self._last.clock_s < _WINDOW_S:
             return

@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.models.config import QUANTIZED_TOKENS
 from flexgen_helm.offload.uploads import Uploaded, Uploads
 from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock
+from flexgen_helm.tiers import QUANTIZED_TOKENS
 
 KeysValues = tuple[Tensor, Tensor]
 Planes = tuple[Tensor, ...]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flexgen_helm.kv_cache.codec import Codec
 from flexgen_helm.models.attention import (
+    Positions,
     QueryChunk,
     VisibleKeys,
     additive_mask,
@@ -30,9 +31,10 @@ from flexgen_helm.models.attention import (
     num_selected,
     num_selected_tensor,
 )
-from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, Window
+from flexgen_helm.models.config import Window
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock
+from flexgen_helm.tiers import QUERY_CHUNK_TOKENS
 
 # Elements of keys and values that are dequantized at once: 16 MiB in float32.
 _DEQUANTIZED_ELEMENTS = 4 << 20
@@ -289,7 +291,7 @@ def query_chunks(
             most = num_selected(nearest, fmt.value_share)
         mask = additive_mask(hidden, mask_dtype(q.device, q.dtype))
         yield QueryChunk(
-            slice(first, end), quantized, plain, mask, (at[:, 0], keys), selected, most
+            slice(first, end), quantized, plain, mask, Positions(at[:, 0], keys), selected, most
         )
 
 

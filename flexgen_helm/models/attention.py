@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexgen_helm.hardware.process_state import ATTENTION, switched_off
-from flexgen_helm.models.config import QUERY_CHUNK_TOKENS, SCORE_TOKENS, Window
+from flexgen_helm.hardware.fast_paths import ATTENTION, switched_off
+from flexgen_helm.models.config import Window
+from flexgen_helm.tiers import QUERY_CHUNK_TOKENS, SCORE_TOKENS
 
 PartialAttention = tuple[Tensor, Tensor]  # output, log-sum-exp
 KeysValues = tuple[Tensor, Tensor]
@@ -72,6 +73,17 @@ class AttentionConfig:
         return None if self.slopes is None else self.slopes.view(key_heads, -1)
 
 
+class Positions(NamedTuple):
+    """Positions that ALiBi measures the distance between.
+
+    queries: [T].
+    keys: [S] in parts; empty: 0 … S - 1.
+    """
+
+    queries: Tensor
+    keys: tuple[Tensor, ...] = ()
+
+
 def attend_causal(
     q: Tensor,
     keys_values: KeysValues,
@@ -88,7 +100,7 @@ def attend_causal(
     tokens, device = len(q), q.device
     k, v = (x.transpose(0, 1) for x in keys_values)
     if window is None or window.oldest(tokens - 1, start) <= 0:
-        return _attend_rows(q, (k, v), config, is_causal=True)
+        return _attend_rows(q, (k, v), config)
     parts = []
     for first in range(0, tokens, QUERY_CHUNK_TOKENS):
         end, oldest = min(first + QUERY_CHUNK_TOKENS, tokens), max(0, window.oldest(first, start))
@@ -97,7 +109,11 @@ def attend_causal(
         mask = additive_mask(hidden, mask_dtype(device, q.dtype))
         parts.append(
             _attend_rows(
-                q[first:end], (k[:, oldest:end], v[:, oldest:end]), config, (at, (keys,)), mask
+                q[first:end],
+                (k[:, oldest:end], v[:, oldest:end]),
+                config,
+                Positions(at, (keys,)),
+                mask,
             )
         )
     return _joined(parts)
@@ -159,15 +175,13 @@ def _attend_rows(
     q: Tensor,
     keys_values: KeysValues,
     config: AttentionConfig,
-    positions: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ()),
+    positions: Positions | None = None,
     mask: Tensor | None = None,
-    is_causal: bool = False,
 ) -> PartialAttention:
     """Attend with all queries to the same keys.
 
     keys_values: [Hk, S, D].
-    positions: of queries [T], and of keys in parts [S], for ALiBi alone; where none are given,
-        from 0 on.
+    positions: None: query t attends to the keys 0 … t alone.
     mask: additive [T, S], or None.
 
     q [T, Hq, D] -> output [T, Hq, D], log-sum-exp [T, Hq].
@@ -183,13 +197,14 @@ def _attend_rows(
         # Softmax does not change if all scores of a query change alike, so its position is left
         # out, and with it a matrix. The log-sum-exp, by which segments are merged, gets it back
         # afterwards.
-        at, of_keys = positions
-        every = torch.cat(of_keys or (torch.arange(keys_values[0].shape[1], device=q.device),))
-        by_key = slopes.t()[:, :, None, None] * every
+        parts = positions.keys if positions else ()
+        at_keys = torch.cat(parts or (torch.arange(keys_values[0].shape[1], device=q.device),))
+        by_key = slopes.t()[:, :, None, None] * at_keys
         bias = by_key.expand(-1, -1, tokens, -1) if bias is None else by_key + bias
-    out, lse = attend(queries, (keys, values), config, is_causal, bias)
+    out, lse = attend(queries, (keys, values), config, positions is None, bias)
     if slopes is not None:
-        lse = lse - slopes.t()[:, :, None] * (every if at is None else at)
+        at_queries = at_keys if positions is None else positions.queries
+        lse = lse - slopes.t()[:, :, None] * at_queries
     return out.permute(2, 1, 0, 3).reshape(tokens, heads, dim), lse.permute(2, 1, 0).reshape(
         tokens, heads
     )
@@ -209,7 +224,7 @@ class QueryChunk:
     queries: slice of the prompt's tokens.
     quantized, plain: slices of the keys' two versions, concatenated S keys.
     mask: additive [t, S].
-    positions: of the queries [t], and of the keys of both versions.
+    positions: of the queries, and of the keys of both versions.
     num_selected: [t], of the quantized keys, with sparse attention; max_selected: the largest.
     """
 
@@ -217,7 +232,7 @@ class QueryChunk:
     quantized: slice
     plain: slice
     mask: Tensor
-    positions: tuple[Tensor, tuple[Tensor, Tensor]]
+    positions: Positions
     num_selected: Tensor | None = None
     max_selected: int = 0
 
@@ -320,7 +335,9 @@ def attend_prefix(
     for first in range(0, len(q), rows_at_once):
         rows = slice(first, first + rows_at_once)
         chunk_mask = None if mask is None else mask[rows]
-        parts.append(_attend_rows(q[rows], keys_values, config, (positions[rows], ()), chunk_mask))
+        parts.append(
+            _attend_rows(q[rows], keys_values, config, Positions(positions[rows]), chunk_mask)
+        )
     return _without_hidden(*_joined(parts), visible.sees_none)
 
 
@@ -368,8 +385,10 @@ def attend(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> PartialAttention:
-    """q [B, H, Tq, D], keys and values [B or 1, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B,
-    H, Tq].
+    """Attend by the fastest kernel that takes these queries, or by the formula.
+
+    q [B, H, Tq, D], keys and values [B or 1, H, S, D] -> output [B, H, Tq, D], log-sum-exp [B, H,
+    Tq].
 
     PyTorch offers the fused kernels that return the log-sum-exp under internal names only.
     """
@@ -398,8 +417,8 @@ def attend_unfused(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> PartialAttention:
-    """The formula itself for every device and dtype, with scores in float32, in slices of query
-    rows.
+    """Attend as `attend` by the formula itself, for every device and dtype, with scores in float32,
+    in slices of query rows.
     """
     parts, (k, v) = [], keys_values
     for first in range(0, q.shape[2], SCORE_TOKENS):
@@ -471,8 +490,8 @@ def device_kernel(
 def _attend_on_host(
     q: Tensor, keys_values: KeysValues, mask: Tensor | None, is_causal: bool, scale: float
 ) -> PartialAttention:
-    """In float32, a few sequences at a time where keys and values have 16 bits: CPUs multiply those
-    slowly.
+    """Attend as `attend` in float32. Keys and values in 16 bits, which CPUs multiply slowly, are
+    upcast for a few sequences or heads at a time.
     """
     assert _FUSED is not None
     if q.dtype == torch.float32:
@@ -484,8 +503,8 @@ def _attend_on_host(
     for sequence in range(0, len(q), step := max(1, heads_at_once // num_heads)):
         for head in range(0, num_heads, heads_at_once):
             part = slice(sequence, sequence + step), slice(head, head + heads_at_once)
-            part_mask = mask
-            if mask is not None:
+            part_mask = None
+            if mask is not None:  # which may be one for all sequences, or for all heads
                 part_mask = mask[
                     tuple(rows if size > 1 else slice(None) for rows, size in zip(part, mask.shape))
                 ]
@@ -549,7 +568,7 @@ def attend_top_k(
     parts = []
     for chunk in chunks:
         queries, older = q[chunk.queries], chunk.quantized.stop - chunk.quantized.start
-        positions, _ = chunk.positions
+        positions = chunk.positions.queries
         k, v = (x[chunk.plain].transpose(0, 1) for x in plain)
         newer = VisibleKeys(chunk.mask[:, older:])
         part = attend_prefix(queries, (k, v), config, positions - chunk.plain.start, newer)

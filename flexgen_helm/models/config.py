@@ -108,7 +108,7 @@ class ModelConfig(Identified, ABC):
     layers_before: int = 0
     layers_after: int = 0  # layers of the model that come after these
 
-    # What each kind of record says in its own way.
+    # What `DecoderConfig` and `TransformersConfig` implement.
 
     @property
     @abstractmethod
@@ -157,7 +157,7 @@ class ModelConfig(Identified, ABC):
     def widest_ffn(self) -> int:
         """Inner size of the widest MLP or expert."""
 
-    # What most models are like; the other kind of record overrides it.
+    # What holds for most models; `DecoderConfig` or `TransformersConfig` override it.
 
     @property
     def num_streams(self) -> int:
@@ -215,16 +215,17 @@ class ModelConfig(Identified, ABC):
 
     @property
     def waiting_copies(self) -> int:
-        """Hidden states of a token that waits in a layer for the experts of all tokens of its pass.
+        """Copies of a token's hidden states while it waits in a layer for experts, which compute
+        once for all tokens of a pass.
 
-        Before the layer, behind its attention, what experts are given, and the sum of their
-        results.
+        They are: before the layer, behind its attention, what experts are given, and the sum of
+        their results.
         """
         return 4
 
     @cached_property
-    def state_size(self) -> int:
-        """Elements of a token between two layers."""
+    def hidden_elements(self) -> int:
+        """Elements of a token's hidden states, and of what else it carries from layer to layer."""
         return self.hidden_size
 
     @property
@@ -335,14 +336,7 @@ class ModelConfig(Identified, ABC):
         """FLOPs of all layers' scores and weighted sums, for `query_tokens` that attend to
         `key_tokens` each.
         """
-        return (
-            4
-            * self.num_attention_layers
-            * self.num_heads
-            * self.head_dim
-            * query_tokens
-            * key_tokens
-        )
+        return 4 * self.num_attention_layers * self.q_size * query_tokens * key_tokens
 
 
 # The stages that a token passes in order: embed, layers.0 … layers.L-1, head.
@@ -353,13 +347,6 @@ EMBED_TABLE = "embed.tokens.weight"
 HEAD_MATRIX = "head.lm.weight"
 # Table of inputs of every layer, looked up by token too (Gemma 3n, Gemma 4).
 LAYER_INPUT_TABLE = "embed.layer_inputs.weight"
-
-# Queries of a prompt whose scores exist at once in unfused attention, and whose masks do: they
-# bound the workspace.
-SCORE_TOKENS, QUERY_CHUNK_TOKENS = 1024, 256
-# Tokens of several prompts that are quantized together.
-QUANTIZED_TOKENS = 4096
-
 
 # Canonical names of an expert's tensors begin so: layers.{i}.mlp.experts.{e}.gate.weight, for
 # example.

@@ -250,8 +250,7 @@ class Decoder:
                 return self._mlp(weights, "mlp", norm(hidden))
             return wait_for_experts(self._route(weights, moe, hidden, norm))
 
-        # Nothing that is needed no more is kept under a name, because a batch may wait in its
-        # mixture.
+        # Used tensors keep no name, and so no memory, while a batch waits for experts.
         hidden = batch.take_hidden()
         attention = partial(self._attention, weights, layer, batch)
         if residual.parallel:
@@ -306,13 +305,14 @@ class Decoder:
         if x.shape[0] > _MLP_TOKENS and weights.repeatable:
             return torch.cat([self._mlp(weights, name, part) for part in x.split(_MLP_TOKENS)])
         if self.config.gated_mlp:
-            gate, up = weights.linears((f"{name}.gate", f"{name}.up"), x)
-            inner = layer_rows.gate(self.config.activation, gate, up)
-            inner = self._activation(gate).mul_(up) if inner is None else inner
+            activated, *factors = weights.linears((f"{name}.gate", f"{name}.up"), x)
         else:
-            up = weights.linear(f"{name}.up", x)
-            inner = layer_rows.gate(self.config.activation, up)
-            inner = self._activation(up) if inner is None else inner
+            activated, factors = weights.linear(f"{name}.up", x), []
+        inner = layer_rows.gate(self.config.activation, activated, *factors)
+        if inner is None:  # no compiled loop does both at once here
+            inner = self._activation(activated)
+            for factor in factors:
+                inner.mul_(factor)
         return weights.linear(f"{name}.down", inner)
 
     def _route(
@@ -337,7 +337,7 @@ class Decoder:
         if moe.normalize:
             expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
         return RoutedTokens(
-            hidden, selected, expert_weights, moe.count, experts, weights.holds_experts, given=norm
+            hidden, selected, expert_weights, moe.count, experts, weights.holds_experts, norm=norm
         )
 
     def _norm(self, weights: StageWeights, name: str, x: Tensor) -> Tensor:

@@ -203,11 +203,7 @@ class DecoderConfig(
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """Rotation of this layer's queries and keys."""
-        return (
-            self.local_rope
-            if self.local_rope is not None and self.window(layer) is not None
-            else self.rope
-        )
+        return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     @property
     def waiting_copies(self) -> int:

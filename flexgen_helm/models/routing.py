@@ -35,10 +35,10 @@ _EXPERT_ROWS = 4096
 
 @dataclass(frozen=True, eq=False)
 class RowExperts:
-    """Whose rows are sorted by expert.
+    """The experts of rows that are sorted by expert.
 
-    sizes: rows of each of some experts, by number, in order.
-    numbers: of each row's expert [rows], on the device; or of the only one.
+    sizes: number of an expert -> its rows, in the rows' order.
+    numbers: of each row's expert, [rows] on the device; an integer where all rows have one expert.
     """
 
     sizes: Mapping[int, int]
@@ -49,14 +49,14 @@ class RowExperts:
 class RoutedTokens:
     """Tokens of a batch on their way through the experts of a layer.
 
-    x: [T, H], of which `given` makes what experts are given, row by row: so that is not kept while
-        batches wait.
+    x: [T, H], of which `norm` makes what experts are given, row by row, once they compute: so the
+        normed rows take no memory while batches wait.
     selected: numbers of the experts of each token, [T, K].
     weights: their shares of the token's result, [T, K].
     num_experts: E.
     experts: of each row, and tokens [rows, H] -> results [rows, H]; both may be overwritten.
-    at_once: experts multiply many at once, each its rows (`StageWeights.holds_experts`); else one
-        after the other.
+    at_once: many experts multiply in one call, each its rows (`StageWeights.holds_experts`); else
+        one after the other.
     weighs_input: the shares are factors on what experts are given instead of on their results
         (Llama 4).
     """
@@ -68,12 +68,12 @@ class RoutedTokens:
     experts: Callable[[RowExperts, Tensor], Tensor]
     at_once: bool
     weighs_input: bool = False
-    given: Callable[[Tensor], Tensor] = Tensor.contiguous
+    norm: Callable[[Tensor], Tensor] = Tensor.contiguous
 
     def products(self, experts: RowExperts, x: Tensor, shares: Tensor) -> Tensor:
-        """Return the weighted results of rows x, as of `experts`; shares: [rows, 1]."""
+        """Return the results of rows x [rows, H] by their experts times their shares [rows, 1]."""
         stop_point()
-        x = self.given(x)
+        x = self.norm(x)
         if self.weighs_input:
             return self.experts(experts, x.mul_(shares))
         return self.experts(experts, x).mul_(shares)

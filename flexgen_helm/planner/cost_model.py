@@ -496,7 +496,7 @@ class _PassCost:
         offloaded.
         """
         config = self.problem.config
-        return config.num_layers * self.tokens * config.state_size * self.problem.compute_bytes
+        return config.num_layers * self.tokens * config.hidden_elements * self.problem.compute_bytes
 
 
 def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
@@ -529,7 +529,7 @@ def _stored_memory(
     # Prompts of one batch do not wait; while it decodes, its sequences have a token each.
     if is_one_batch and not shape.schedule.is_single_pass:
         waiting_tokens = sequences
-    token_bytes = config.state_size * problem.compute_bytes
+    token_bytes = config.hidden_elements * problem.compute_bytes
     staging = problem.staging_memory(shape, sequences, resident)
     # tokens whose experts are computed together: with those of earlier passes, which decode
     gathered = 0.0

@@ -27,7 +27,7 @@ def sequence_bytes(model: StorageSizes, compute_bytes: int) -> int:
     config = model.config
     sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
     positions = min(_LEAST_POSITIONS, config.max_positions)
-    hidden_bytes = config.state_size * compute_bytes
+    hidden_bytes = config.hidden_elements * compute_bytes
     beside = sizes.state_bytes + 2 * sizes.layer_window_bytes
     return beside + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
 

@@ -170,7 +170,7 @@ def _plan(
         on_disk=placement.cache["disk"] > 0,
         one_layer=schedule.is_single_pass,
     )
-    hidden_bytes = config.state_size * machine.compute_bytes
+    hidden_bytes = config.hidden_elements * machine.compute_bytes
     memory = RunMemory(placement, policy, schedule, size, free, sizes, hidden_bytes, is_searched)
     return RunPlan(
         machine.compute_tier,

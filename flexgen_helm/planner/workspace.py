@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 
-from flexgen_helm.models.config import (
-    QUANTIZED_TOKENS,
-    QUERY_CHUNK_TOKENS,
-    SCORE_TOKENS,
-    ModelConfig,
-    tensor_shapes,
-)
+from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.tiers import (
     BATCH_TOKENS,
@@ -24,7 +18,10 @@ from flexgen_helm.tiers import (
     HOST_UPCAST_ELEMENTS,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
+    QUANTIZED_TOKENS,
+    QUERY_CHUNK_TOKENS,
     SAMPLED_ELEMENTS,
+    SCORE_TOKENS,
     Tier,
 )
 
@@ -133,7 +130,11 @@ class Workspace:
 
     def _states(self, tokens: int) -> int:
         """Bound what a layer makes of hidden states, and those of the batches around this one."""
-        return self.element_bytes * tokens * (self._elements_per_token + 4 * self.config.state_size)
+        return (
+            self.element_bytes
+            * tokens
+            * (self._elements_per_token + 4 * self.config.hidden_elements)
+        )
 
     def _experts(self, tokens: int) -> int:
         """Bound the same where tokens are sorted by experts."""
@@ -146,7 +147,9 @@ class Workspace:
         elements = min(rows, MAX_BATCH_TOKENS) * (5 * experts.ffn_size + 3 * hidden)
         if self.tier == "gpu":  # all results
             elements += rows * hidden
-        return self.element_bytes * (elements + tokens * (6 * hidden + 4 * self.config.state_size))
+        return self.element_bytes * (
+            elements + tokens * (6 * hidden + 4 * self.config.hidden_elements)
+        )
 
     def _scores(self, prompt: int, decoding: int, users: int, positions: int) -> int:
         """Bound the scores of attention in float32: with their softmax, and where they are kept
@@ -199,7 +202,7 @@ class Workspace:
             5 * 8 * vocabulary * min(positions, max(1, SAMPLED_ELEMENTS[self.tier] // vocabulary))
         )
         return logits + self.element_bytes * (
-            tokens * self.config.state_size + self._upcast_elements
+            tokens * self.config.hidden_elements + self._upcast_elements
         )
 
     def room_beside(self, limit: float) -> int:

@@ -17,7 +17,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from flexgen_helm.hardware.process_state import TRITON, switch_off, switched_off
+from flexgen_helm.hardware.fast_paths import TRITON, switch_off, switched_off
 from flexgen_helm.kernels.team import empty, run_on_threads
 from flexgen_helm.kernels.trial import Loops
 from flexgen_helm.quant.arithmetic import word_table

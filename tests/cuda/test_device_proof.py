@@ -12,7 +12,7 @@ import torch
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine.kernel_checks import compare_kernels
 from flexgen_helm.errors import UnprovedModelError
-from flexgen_helm.hardware.process_state import ATTENTION, TRITON, switched_off
+from flexgen_helm.hardware.fast_paths import ATTENTION, TRITON, switched_off
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
 from flexgen_helm.progress import Message, ProgressPhase, observed_by
 from flexgen_helm.quant.block_formats import BLOCK_FORMATS

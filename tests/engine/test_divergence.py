@@ -313,7 +313,7 @@ def test_logits_that_the_disk_lost_are_noticed(engines, options):
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_the_room_of_logits_is_known_before_anything_is_computed(engines, options, by_layer):
     asked, config = whole([[*range(2, 93)]] * 2), engines[0].model_config
-    states = 91 * (config.num_layers + 1) * config.state_size * by_layer
+    states = 91 * (config.num_layers + 1) * config.hidden_elements * by_layer
     base = Baseline([asked], config, options, by_layer)
     assert base.num_bytes == base.rows.nbytes == base.logits.nbytes + base.states.nbytes + 4 * 180
     assert base.logits.nbytes + base.states.nbytes == 4 * (180 * VOCABULARY + states)
@@ -342,7 +342,7 @@ class Words:
 
 
 def opened(words, rows, layers=3, width=48):
-    config = SimpleNamespace(vocab_size=rows, num_layers=layers, state_size=width)
+    config = SimpleNamespace(vocab_size=rows, num_layers=layers, hidden_elements=width)
     return SimpleNamespace(config=config), None if words is None else Words(words.split())
 
 

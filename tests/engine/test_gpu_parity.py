@@ -10,7 +10,7 @@ import torch
 from flexgen_helm import Engine, GenerationRequest
 from flexgen_helm.engine.kernel_checks import _dequantizes_alike, compare_kernels
 from flexgen_helm.engine.small_model import difference_of_miniature
-from flexgen_helm.hardware.process_state import switched_off
+from flexgen_helm.hardware.fast_paths import switched_off
 from flexgen_helm.models.architectures import architecture_of_config
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.blocks import EVERY_FORMAT

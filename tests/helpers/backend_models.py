@@ -20,7 +20,7 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest, GenerationResult
 from flexgen_helm.models.architectures import ARCHITECTURES
-from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
+from flexgen_helm.models.transformers_backend.classes import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from tests.helpers.model_table import rewrite
 from tests.helpers.parity import differences

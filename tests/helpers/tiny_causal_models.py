@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
+from flexgen_helm.models.transformers_backend.classes import UNLISTED_CLASSES
 from tests.helpers.paths import DATA
 
 _DATA = yaml.safe_load((DATA / "tiny_causal_classes.yaml").read_text())

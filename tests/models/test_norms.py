@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from flexgen_helm.kernels.layer_rows import rms_norm
-from flexgen_helm.models.transformers_backend.decoder import rms_norm_of
+from flexgen_helm.models.transformers_backend.rms_norms import rms_norm_of
 
 SIZE, EPS = 48, 1e-5
 

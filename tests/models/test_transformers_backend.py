@@ -16,9 +16,9 @@ import transformers
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import CheckpointError, UnsupportedArchitectureError
 from flexgen_helm.models.architectures import architecture_of_config
-from flexgen_helm.models.architectures.base import MULTI_PART_CLASSES
 from flexgen_helm.models.config import HEAD_MATRIX, tensor_shapes
 from flexgen_helm.models.transformers_backend import empty_model
+from flexgen_helm.models.transformers_backend.classes import MULTI_PART_CLASSES
 from flexgen_helm.models.transformers_backend.config import TransformersConfig
 from flexgen_helm.models.transformers_backend.interfaces import Bindings, Mask
 from flexgen_helm.models.transformers_backend.own_attention import OwnAttention

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_helm.hardware.process_state import TRITON, switched_off
+from flexgen_helm.hardware.fast_paths import TRITON, switched_off
 from flexgen_helm.offload import linear
 from flexgen_helm.progress import Message, observed_by
 from flexgen_helm.quant import dequantization

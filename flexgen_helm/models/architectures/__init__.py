@@ -10,12 +10,9 @@ from typing import Any
 
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.architectures import gemma, gpt, llama
-from flexgen_helm.models.architectures.base import (
-    MULTI_PART_CLASSES,
-    UNLISTED_CLASSES,
-    Architecture,
-)
+from flexgen_helm.models.architectures.base import Architecture
 from flexgen_helm.models.config import ModelConfig
+from flexgen_helm.models.transformers_backend.classes import MULTI_PART_CLASSES, UNLISTED_CLASSES
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.name: architecture

@@ -124,9 +124,6 @@ def read_rope(
             f"rope parameters by kind of layer ({', '.join(nested)}) are not supported"
         )
 
-    def number(name: str, default: float) -> float:
-        return float(rope.get(name) or default)
-
     def or_outside(name: str, default: float) -> float:
         return float(rope.get(name) or config.get(name) or default)
 
@@ -139,51 +136,57 @@ def read_rope(
             "supported; transformers ignores the factor for this architecture without a rope type "
             "only"
         )
-    record: dict[str, Any] = dict(
-        kind=kind,
+    return RopeConfig(
         theta=or_outside("rope_theta", default_theta),
         dim=None if dim == head_dim else dim,
+        **_stretching(kind, rope, config, dim),
     )
-    if kind in ("linear", "llama3"):
-        record["factor"] = float(rope["factor"])
-    if kind in ("llama3", "yarn", "longrope"):
-        longest = config["max_position_embeddings"]
-        name = "original_max_position_embeddings"
-        record["original_max_positions"] = original = int(
-            config.get(name) or rope.get(name) or longest
-        )
-        stretch = number("factor", longest / original)
-    if kind == "llama3":
-        record |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
-    elif kind == "yarn":
-        record |= dict(
-            factor=stretch, beta_fast=number("beta_fast", 32.0), beta_slow=number("beta_slow", 1.0)
-        )
-        record |= dict(
-            truncate=bool(rope.get("truncate", True)), magnitude=_yarn_magnitude(rope, stretch)
-        )
-    elif kind == "longrope":
-        factors = tuple(float(value) for value in rope["short_factor"])
-        if len(factors) != dim // 2:
-            raise ValueError(
-                f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate"
-            )
-        magnitude = rope.get("attention_factor")
-        if magnitude is None:  # Ding et al. (2024)
-            magnitude = (
-                1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-            )
-        record |= dict(kind="factors", factors=factors, magnitude=float(magnitude))
-    elif kind not in ("default", "linear"):
+
+
+def _stretching(kind: str, rope: Config, config: Config, dim: int) -> dict[str, Any]:
+    """Return the fields of `RopeConfig` that say how rotations are stretched to a longer context.
+
+    kind: `rope_type`. rope: the rope parameters of `config`.
+    dim: rotated elements of a head.
+    """
+    if kind == "default":
+        return {}
+    if kind == "linear":
+        return {"kind": kind, "factor": float(rope["factor"])}
+    if kind not in ("llama3", "yarn", "longrope"):
         raise UnsupportedArchitectureError(
             f"rope type {kind!r} is not supported; known are default, linear, llama3, yarn and "
             "longrope"
         )
-    return RopeConfig(**record)
+    longest, name = config["max_position_embeddings"], "original_max_position_embeddings"
+    original = int(config.get(name) or rope.get(name) or longest)
+    fields: dict[str, Any] = {"kind": kind, "original_max_positions": original}
+    if kind == "llama3":
+        return fields | {
+            name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
+        }
+    stretch = float(rope.get("factor") or longest / original)
+    if kind == "yarn":
+        return fields | dict(
+            factor=stretch,
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            truncate=bool(rope.get("truncate", True)),
+            magnitude=_yarn_magnitude(rope, stretch),
+        )
+    factors = tuple(float(value) for value in rope["short_factor"])
+    if len(factors) != dim // 2:
+        raise ValueError(f"short_factor has {len(factors)} entries, but {dim // 2} pairs rotate")
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:  # Ding et al. (2024)
+        magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    return fields | dict(kind="factors", factors=factors, magnitude=float(magnitude))
 
 
 def _yarn_magnitude(rope: Config, factor: float) -> float:
-    """Peng et al. (2023), section 3.4, as the published configurations refine it."""
+    """Factor on cosines and sines: Peng et al. (2023), section 3.4, as published configurations
+    refine it.
+    """
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")

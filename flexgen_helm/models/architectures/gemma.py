@@ -130,10 +130,10 @@ def _read_ropes(text: Config) -> tuple[RopeConfig, RopeConfig]:
             "Gemma 3 with rope_parameters that set truncate to false is not supported"
         )
     shared = {
-        name: text.get(name)
+        name: text[name]
         for name in ("max_position_embeddings", "partial_rotary_factor", GGUF_ROTATED)
+        if text.get(name) is not None
     }
-    shared = {name: value for name, value in shared.items() if value is not None}
 
     def read(rope: Config, theta_name: str, default_theta: float) -> RopeConfig:
         config = {**shared, "rope_parameters": rope, "rope_theta": text.get(theta_name)}

@@ -30,17 +30,19 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     `UnsupportedArchitectureError` for keys that nothing here reads.
     """
     architecture = metadata["general.architecture"]
-    read = set()
+    keys_read = set()
 
     def key(name: str, default: Any = _REQUIRED) -> Any:
-        full = f"{architecture}.{name}"
+        """Return the value of the architecture's key `name`."""
+        full_name = f"{architecture}.{name}"
         if architecture in _USED_BY.get(name, (architecture,)):
-            read.add(full)
-        return metadata[full] if default is _REQUIRED else metadata.get(full, default)
+            keys_read.add(full_name)
+        return metadata[full_name] if default is _REQUIRED else metadata.get(full_name, default)
 
     hidden, heads = int(key("embedding_length")), int(key("attention.head_count"))
     head_dim = int(key("attention.key_length", hidden // heads))
     rotated = int(key("rope.dimension_count", head_dim))
+    is_gemma2 = architecture == "gemma2"
     config = {
         "tensor_names": metadata["tensor_names"],
         "num_hidden_layers": int(key("block_count")),
@@ -56,33 +58,38 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": key("rope.freq_base_swa", None),
         GGUF_ROTATED: rotated,
         "rope_scaling": _rope_scaling(metadata, key),
-        "sliding_window": key(
-            "attention.sliding_window", 4096 if architecture == "gemma2" else None
-        )
-        or None,
-        "attn_logit_softcapping": key(
-            "attn_logit_softcapping", 50.0 if architecture == "gemma2" else None
-        ),
-        "final_logit_softcapping": key(
-            "final_logit_softcapping", 30.0 if architecture == "gemma2" else None
-        ),
+        "sliding_window": key("attention.sliding_window", 4096 if is_gemma2 else None) or None,
+        "attn_logit_softcapping": key("attn_logit_softcapping", 50.0 if is_gemma2 else None),
+        "final_logit_softcapping": key("final_logit_softcapping", 30.0 if is_gemma2 else None),
         "tie_word_embeddings": "output.weight" not in metadata["tensor_names"],
     }
     if experts := int(key("expert_count", 0)):
-        config["num_experts"] = experts
-        config["num_experts_per_tok"] = int(key("expert_used_count"))
-        config["moe_intermediate_size"] = int(
-            key("expert_feed_forward_length", None) or config["intermediate_size"]
+        config |= dict(
+            num_experts=experts,
+            num_experts_per_tok=int(key("expert_used_count")),
+            moe_intermediate_size=int(
+                key("expert_feed_forward_length", None) or config["intermediate_size"]
+            ),
+            norm_topk_prob=True,
         )
-        config["norm_topk_prob"] = True
     if rotated != head_dim and architecture != "phi3":
         raise UnsupportedArchitectureError(
             f"GGUF {architecture} that rotates a part of each head is not supported"
         )
-    # Values that change nothing, of keys that are not read. None: whatever the value is.
+    _require_all_read(metadata, keys_read, config)
+    return config
+
+
+def _require_all_read(
+    metadata: Mapping[str, Any], keys_read: set[str], config: Mapping[str, Any]
+) -> None:
+    """Raise `UnsupportedArchitectureError` for keys of the architecture that were not read, unless
+    their values change nothing.
+    """
+    architecture = metadata["general.architecture"]
     neutral: dict[str, Any] = {
         "vocab_size": (config["vocab_size"],),
-        "attention.value_length": (head_dim,),
+        "attention.value_length": (config["head_dim"],),
         "attention.causal": (True,),
         "attention.sliding_window_pattern": {"gemma2": (2,), "gemma3": (6,)}.get(architecture, ()),
         "expert_gating_func": (1,),  # softmax
@@ -92,16 +99,22 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "rope.scaling.yarn_log_multiplier": (0.0,),
         "tensor_data_layout": ("Meta AI original pth",),
         **dict.fromkeys(
-            ("expert_count", "expert_used_count", "expert_shared_count", "expert_group_count"), (0,)
-        ),
-        **dict.fromkeys(
-            ("pooling_type", "nextn_predict_layers", "leading_dense_block_count"), (0,)
+            (
+                "expert_count",
+                "expert_used_count",
+                "expert_shared_count",
+                "expert_group_count",
+                "pooling_type",
+                "nextn_predict_layers",
+                "leading_dense_block_count",
+            ),
+            (0,),
         ),
     }
     unread = [
         name
         for name, value in metadata.items()
-        if name.startswith(f"{architecture}.") and name not in read
+        if name.startswith(f"{architecture}.") and name not in keys_read
         if value not in neutral.get(name.removeprefix(f"{architecture}."), ())
     ]
     if unread:
@@ -109,12 +122,12 @@ def gguf_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
             f"GGUF metadata that nothing here reads, and that may change the numbers: "
             f"{', '.join(f'{name} = {str(metadata[name])[:40]}' for name in unread[:4])}"
         )
-    return config
 
 
 def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[str, Any]:
-    """Return what stretches the rotation, as llama.cpp reads it: a factor without a type is linear.
+    """Return the `rope_scaling` entry, as llama.cpp reads it: a factor without a type is linear.
 
+    key: gives the value of a key of the architecture, or the default behind its name.
     The file may have its own factors (Llama from 3.1 on, Phi-3 with a long context).
     """
     kind, positions = key("rope.scaling.type", "linear"), int(key("context_length"))
@@ -139,13 +152,13 @@ def _rope_scaling(metadata: Mapping[str, Any], key: Callable[..., Any]) -> dict[
             "attention_factor": magnitude,
         }
     if kind == "yarn":
-        stretched = magnitude * (1.0 + 0.1 * math.log(max(factor, 1.0)))
-        yarn = {
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
             "original_max_position_embeddings": original,
-            "attention_factor": stretched,
+            "attention_factor": magnitude * (1.0 + 0.1 * math.log(max(factor, 1.0))),
             **betas,
         }
-        return {"rope_type": "yarn", "factor": factor, **yarn}
     if magnitude != 1.0:
         raise UnsupportedArchitectureError(
             f"GGUF rope scaling {kind!r} with attn_factor {magnitude:g} is not supported"

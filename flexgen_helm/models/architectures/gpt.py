@@ -317,15 +317,16 @@ def read_mpt(config: Config) -> DecoderConfig:
         config, hidden_size="d_model", num_attention_heads="n_heads", num_hidden_layers="n_layers"
     )
     attention = config.get("attn_config") or {}
-    usual = {
+    supported_values = {
         "clip_qkv": None,
         "qk_ln": False,
         "prefix_lm": False,
         "alibi": True,
         "alibi_bias_max": 8,
         "no_bias": True,
+        "logit_scale": None,
     }
-    for name, supported in {**usual, "logit_scale": None}.items():
+    for name, supported in supported_values.items():
         if (value := {**config, **attention}.get(name)) not in (None, supported):
             raise UnsupportedArchitectureError(f"MPT with {name} {value!r} is not supported")
     hidden = config["d_model"]

@@ -155,19 +155,23 @@ MISTRAL = Architecture("mistral", ("MistralForCausalLM", "MistralModel"), read_m
 
 
 def read_mixtral(config: Config) -> DecoderConfig:
-    defaults = {
+    config = {
         "num_key_value_heads": 8,
         "sliding_window": None,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
+        **config,
     }
-    config = {**defaults, **config}
     experts = MoEConfig(
         config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"]
     )
-    windows = read_windows(config)
     return read_llama(
-        config, "mixtral", experts=experts, windows=windows, qkv_bias=False, out_bias=False
+        config,
+        "mixtral",
+        experts=experts,
+        windows=read_windows(config),
+        qkv_bias=False,
+        out_bias=False,
     )
 
 
@@ -218,10 +222,16 @@ def read_phi3(config: Config) -> DecoderConfig:
 
 
 def read_phi3_gguf(config: Config) -> DecoderConfig:
-    """Read the metadata, or a completed `config.json`."""
+    """Read GGUF metadata, or a `config.json` that `read_phi3` has completed."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rope, windows = read_rope(config, head_dim, is_partial=True), read_windows(config)
-    return read_llama(config, "phi3", rope=rope, windows=windows, qkv_bias=False, out_bias=False)
+    return read_llama(
+        config,
+        "phi3",
+        rope=read_rope(config, head_dim, is_partial=True),
+        windows=read_windows(config),
+        qkv_bias=False,
+        out_bias=False,
+    )
 
 
 # Phi-3, 3.5 and 4: fused projections; long contexts by LongRoPE, served up to the original context.
@@ -269,9 +279,12 @@ QWEN2 = Architecture(
 
 def read_qwen3(config: Config) -> DecoderConfig:
     config = {"num_key_value_heads": 32, "sliding_window": 4096, **config}
-    head_dim = config.get("head_dim") or 128
     return read_llama(
-        config, "qwen3", head_dim=head_dim, qk_norm=True, windows=_upper_windows(config)
+        config,
+        "qwen3",
+        head_dim=config.get("head_dim") or 128,
+        qk_norm=True,
+        windows=_upper_windows(config),
     )
 
 
@@ -296,8 +309,13 @@ def read_qwen3_moe(config: Config) -> DecoderConfig:
         normalize=config.get("norm_topk_prob", False),
         dense_layers=tuple(i for i in layer_indices(config) if i in dense or (i + 1) % step),
     )
-    windows = read_windows(config) if config.get("use_sliding_window") else ()
-    return read_llama(config, "qwen3_moe", qk_norm=True, experts=experts, windows=windows)
+    return read_llama(
+        config,
+        "qwen3_moe",
+        qk_norm=True,
+        experts=experts,
+        windows=read_windows(config) if config.get("use_sliding_window") else (),
+    )
 
 
 # Qwen3 with experts (30B-A3B, 235B-A22B): many small ones, eight for each token.

@@ -1,8 +1,7 @@
-"""Functions of modules whose results on the host would follow the batch.
+"""Functions that modules call, computed so that a token's bits do not depend on its batch.
 
-PyTorch computes the last elements of a vectorized loop by another formula, and how a library sums a
-product may follow the number of rows. So a token's bits would depend on the other tokens of its
-batch.
+On the host, PyTorch computes the last elements of a vectorized loop by another formula, and how a
+library sums a product may follow the number of rows.
 """
 
 from __future__ import annotations

@@ -367,7 +367,7 @@ class TransformersConfig(
         return ", where its sparse attention begins" if is_sparse else ""
 
     @cached_property
-    def state_size(self) -> int:
+    def hidden_elements(self) -> int:
         return (
             self.num_streams * self.hidden_size
             + self.modules.layer_inputs_size

@@ -6,19 +6,16 @@ elements of a head, V vocabulary, E experts, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexgen_helm.kernels import layer_rows
 from flexgen_helm.models.attention import AttentionConfig
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.decoder import (
@@ -33,17 +30,20 @@ from flexgen_helm.models.decoder_config import DecoderConfig
 from flexgen_helm.models.routing import RoutedTokens, RowExperts, run_together, wait_for_experts
 from flexgen_helm.models.transformers_backend.batch_invariance import BatchInvariant
 from flexgen_helm.models.transformers_backend.config import LayerKind, Shapes, TransformersConfig
+from flexgen_helm.models.transformers_backend.hidden_rows import HiddenRows
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, ExpertsCall
-from flexgen_helm.models.transformers_backend.layered_model import LayerArguments, LayeredModel
+from flexgen_helm.models.transformers_backend.layer_arguments import LayerArguments
+from flexgen_helm.models.transformers_backend.layered_model import LayeredModel
 from flexgen_helm.models.transformers_backend.recurrent import MixerRunner
-from flexgen_helm.models.transformers_backend.token_state import TokenState
+from flexgen_helm.models.transformers_backend.rms_norms import rms_norm_of
 
 
 @dataclass(frozen=True)
 class _ModuleTensor:
-    """A tensor that a module uses by itself: all but tables and the matrices of products.
+    """A tensor that a module uses in its own code: all but tables and the matrices of products.
 
-    tensors: the module's parameters or buffers, by their names in it.
+    name: within the stage.
+    tensors: the module's parameters or buffers, by their names in it; leaf: the tensor's.
     zeros: what is there while the stage has no weights.
     """
 
@@ -70,16 +70,15 @@ class TransformersDecoder:
         self._state_groups: Callable[[], Iterable[StateGroup]] | None = None
         # of layers that name no other
         self.attention = AttentionConfig(config.head_dim**-0.5, config.attn_softcap)
-        self._state = TokenState(config)
+        self._rows = HiddenRows(config)
         self._table = self._model.base.get_input_embeddings()
         self._layer_inputs = self._model.layer_input_table
         for table in (self._table, self._layer_inputs):
-            if table is not None:  # padding is an id, and the rows of a batch are numbered anew
+            if table is not None:  # it means an id, and is given numbers of the batch's rows
                 table.padding_idx = None
-        head = self._model.model.get_output_embeddings()
-        head.forward = partial(self._linear, "lm")
+        self._model.model.get_output_embeddings().forward = partial(self._linear, "lm")
         self._device = device
-        # Functions of modules that do not follow the batch.
+        # Entered while modules run, so that a token's values do not depend on its batch.
         self._functions: AbstractContextManager[Any] = (
             BatchInvariant() if device.type == "cpu" else nullcontext()
         )
@@ -124,7 +123,8 @@ class TransformersDecoder:
         return self._model.before({"inputs_embeds": hidden, "position_ids": positions[None]})[1]
 
     def embed(self, weights: StageWeights, token_ids: TableRows, positions: TableRows) -> Tensor:
-        """token_ids and positions [T] -> what layers are given (`TokenState`), [T, state size]."""
+        """token_ids and positions [T] -> what layers are given (`HiddenRows`), [T, hidden
+        elements]."""
         with self._stage(weights, self._outside["embed"]), self._functions:
             # A table consists of the rows that are looked up, in their order: a class of its own
             # may scale them.
@@ -139,14 +139,12 @@ class TransformersDecoder:
             for table in (self._table, self._layer_inputs):
                 if table is not None:
                     table._parameters["weight"] = None
-            return self._state.new(hidden, layers)
+            return self._rows.new(hidden, layers)
 
     def layer(
         self, weights: StageWeights, layer: int, batches: Iterable[LayerBatch]
     ) -> Generator[Tensor, None, None]:
-        """Decoder layer number `layer`: of each batch hidden [T, state size] -> the same
-        (`Decoder.layer`).
-        """
+        """Decoder layer number `layer`: of each batch hidden rows -> the same (`Decoder.layer`)."""
         layer += self.config.layers_before
         kind = self._modules.kind(layer)
         with self._stage(weights, self._inside[layer]), self._model.bound(None, None):
@@ -159,11 +157,11 @@ class TransformersDecoder:
 
     def _layer(self, kind: LayerKind, layer: int, batch: LayerBatch) -> Tensor:
         hidden = batch.take_hidden()
-        arguments = self._state.arguments(hidden, layer, batch.rotary[layer])
+        arguments = self._rows.arguments(hidden, layer, batch.rotary[layer])
         self._bind(kind, batch.attend)
         with self._functions:
-            out = self._model.layer(layer, self._state.hidden(hidden), arguments)
-            return self._state.after(hidden, layer, out, arguments)
+            out = self._model.layer(layer, self._rows.hidden(hidden), arguments)
+            return self._rows.after(hidden, layer, out, arguments)
 
     def _bind(self, kind: LayerKind, attend: Attend) -> None:
         """Let modules attend to what a batch sees."""
@@ -172,12 +170,12 @@ class TransformersDecoder:
         bindings.run_experts = partial(self._run_experts, kind, attend)
 
     def head(self, weights: StageWeights, hidden: Tensor) -> Tensor:
-        """What layers returned [T, state size], of the positions to score -> logits [T, V] in
+        """What layers returned of the positions to score [T, hidden elements] -> logits [T, V] in
         float32.
         """
         positions = torch.zeros((1, len(hidden)), dtype=torch.long, device=self._device)
         with self._stage(weights, self._outside["head"]), self._functions:
-            return self._model.after(self._state.hidden(hidden), positions).squeeze(0).float()
+            return self._model.after(self._rows.hidden(hidden), positions).squeeze(0).float()
 
     def _tensors_of(self, module: nn.Module, shapes: Shapes) -> list[_ModuleTensor]:
         """Return where a stage's tensors belong, and put zeros there."""
@@ -226,18 +224,18 @@ class TransformersDecoder:
         """
         config, (heads, dim), value_dim = self.config, call.q.shape[1:], call.v.shape[2]
         key_heads = call.k.shape[1]
-        more = config.num_kv_heads - key_heads
-        more_queries = heads // key_heads * more
+        added_keys = config.num_kv_heads - key_heads
+        added_queries = heads // key_heads * added_keys
         q, k, v, sinks = call.q, call.k, call.v, call.sinks
-        if more or dim < config.head_dim:
+        if added_keys or dim < config.head_dim:
             q, k = (
                 F.pad(part, (0, config.head_dim - dim, 0, added))
-                for part, added in ((q, more_queries), (k, more))
+                for part, added in ((q, added_queries), (k, added_keys))
             )
-        if more or value_dim < config.head_dim:
-            v = F.pad(v, (0, config.head_dim - value_dim, 0, more))
-        if sinks is not None and more:
-            sinks = F.pad(sinks, (0, more_queries))
+        if added_keys or value_dim < config.head_dim:
+            v = F.pad(v, (0, config.head_dim - value_dim, 0, added_keys))
+        if sinks is not None and added_keys:
+            sinks = F.pad(sinks, (0, added_queries))
         return attend(q, k, v, AttentionConfig(float(call.scale), call.softcap), sinks)[
             :, :heads, :value_dim
         ]
@@ -281,51 +279,3 @@ def decoder_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         return TransformersDecoder(config, device, dtype)
     assert isinstance(config, DecoderConfig)
     return Decoder(config, device, dtype)
-
-
-# Norms of `transformers` take up to eight operations, ours one.
-
-
-def rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return the forward pass by `rms_norm` of a module that computes a root-mean-square norm; None
-    for others.
-
-    Classes have various names, and some add one to the weight. So the module is tried, on rows that
-    `eps` matters for.
-    """
-    constants = [value for value in module.__dict__.values() if isinstance(value, float)]
-    weight = module._parameters.get("weight")
-    if (
-        weight is None
-        or weight.dim() != 1
-        or len(module._parameters) != 1
-        or module._buffers
-        or module._modules
-    ):
-        return None
-    if len(constants) != 1 or constants[0] <= 0 or len(signature(module.forward).parameters) != 1:
-        return None
-    eps, random = constants[0], torch.Generator().manual_seed(0)
-    trial_weight = torch.randn(len(weight), generator=random)
-    x = torch.randn((4, len(weight)), generator=random) * eps**0.5
-    trial: Any = copy(module)
-    trial._parameters = {"weight": trial_weight}
-    expected = trial(x)
-    for plus_one in (False, True):
-        if torch.allclose(
-            layer_rows.rms_norm(x, trial_weight, eps, plus_one), expected, rtol=1e-4, atol=1e-6
-        ):
-            return partial(_fused_norm, module._parameters, module.forward, eps, plus_one)
-    return None
-
-
-def _fused_norm(
-    parameters: Mapping[str, Any],
-    forward: Callable[[Tensor], Tensor],
-    eps: float,
-    plus_one: bool,
-    x: Tensor,
-) -> Tensor:
-    weight = parameters["weight"]
-    # Some weights stay in float32.
-    return layer_rows.rms_norm(x, weight, eps, plus_one) if weight.dtype == x.dtype else forward(x)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexgen_helm.concurrency import import_lock
 from flexgen_helm.errors import UnsupportedArchitectureError
-from flexgen_helm.models.architectures.base import UNLISTED_CLASSES
+from flexgen_helm.models.transformers_backend.classes import UNLISTED_CLASSES
 from flexgen_helm.models.transformers_backend.interfaces import (
     IMPLEMENTATION,
     register_with_transformers,
@@ -94,11 +94,12 @@ def class_and_config(config_text: str) -> tuple[Any, Any]:
     config = whole.get_text_config()
     if not is_causal:  # the language model of one of several parts
         listed = transformers.AutoModelForCausalLM._model_mapping
-        unlisted = [
-            getattr(transformers, name) for name in UNLISTED_CLASSES if hasattr(transformers, name)
-        ]
-        classes = {cls.config_class: cls for cls in unlisted}
-        cls = listed[type(config)] if type(config) in listed else classes.get(type(config))
+        unlisted = {
+            known.config_class: known
+            for name in UNLISTED_CLASSES
+            if (known := getattr(transformers, name, None))
+        }
+        cls = listed[type(config)] if type(config) in listed else unlisted.get(type(config))
         if cls is None:
             raise UnsupportedArchitectureError(
                 f"{name} has a language model that transformers does not have alone"

@@ -25,7 +25,7 @@ IMPLEMENTATION = "flexgen_helm"
 checks_requests: ContextVar[bool] = ContextVar("checks_requests", default=False)
 # Tensors that modules may also pass to attention: sinks, and positions, by which queries and keys
 # have been rotated already.
-_KNOWN = {"s_aux", "position_ids"}
+_TENSOR_OPTIONS = {"s_aux", "position_ids"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,9 @@ def _attention(
     assert bindings.attend is not None
     if checks_requests.get():
         unknown = [
-            name for name, option in options.items() if not is_plain(option) and name not in _KNOWN
+            name
+            for name, option in options.items()
+            if not is_plain(option) and name not in _TENSOR_OPTIONS
         ]
         if unknown:
             raise UnsupportedArchitectureError(
@@ -151,11 +153,9 @@ def _attention(
 
 def _mask(*, mask_function: Any = None, local_size: int | None = None, **sizes: Any) -> Mask:
     """Say which mask is meant. No mask is made: every prompt of a batch has its own."""
-    if local_size is None:
-        windows: list[Window | None] = [None]
-    else:
-        sliding, chunked = Window(local_size), Window(local_size, is_chunked=True)
-        windows = [sliding, chunked]
+    windows: list[Window | None] = (
+        [None] if local_size is None else [Window(local_size), Window(local_size, is_chunked=True)]
+    )
     shape = sizes.get("batch_size", 1), 1, sizes.get("q_length", 0), sizes.get("kv_length", 0)
     if mask_function is None or not checks_requests.get():
         # Any will do: nothing but the trace reads the window of a mask.

@@ -18,7 +18,6 @@ from flexgen_helm.models.transformers_backend.config import (
     Shapes,
 )
 from flexgen_helm.models.transformers_backend.interfaces import ExpertsCall
-from flexgen_helm.models.transformers_backend.layered_model import own_tensors
 from flexgen_helm.models.transformers_backend.trace import LayerTrace
 
 
@@ -44,6 +43,17 @@ def _multiplies(linear_class: type[nn.Linear]) -> bool:
             trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6
         )
     return False
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module itself and the buffers that checkpoints have, such as
+    biases of routers.
+    """
+    buffers = {
+        name: buffer for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }  # fmt: skip
+    return {**dict(module.named_parameters(recurse=False)), **buffers}
 
 
 # What modules of experts may have, and `TransformersDecoder` reads.

@@ -15,12 +15,10 @@ layer binds.
 from __future__ import annotations
 
 import re
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -30,59 +28,14 @@ from torch.overrides import TorchFunctionMode
 from flexgen_helm.errors import UnsupportedArchitectureError
 from flexgen_helm.models.transformers_backend.empty_model import empty_model
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall, Bindings, ExpertsCall
+from flexgen_helm.models.transformers_backend.layer_arguments import (
+    CacheStandIn,
+    LayerArguments,
+    cache_names,
+    parameter_names,
+)
 from flexgen_helm.models.transformers_backend.own_attention import OwnAttention
-
-
-@dataclass
-class LayerArguments:
-    """What the model passes to a layer besides the hidden states.
-
-    caches: names of those that stand for a cache.
-    """
-
-    positional: tuple[Any, ...]
-    named: Mapping[str, Any]
-    caches: frozenset[str] = frozenset()
-
-    @property
-    def layer_input(self) -> Tensor:
-        """The input that a table has for this layer and each token, [1, T, P]: the only tensor of
-        this kind.
-        """
-        return next(
-            value for value in (*self.positional, *self.named.values()) if _is_layer_input(value)
-        )
-
-    @property
-    def shared_keys(self) -> UserDict[str, tuple[Tensor, Tensor]]:
-        """Keys and values that layers leave to later ones; empty where they do not."""
-        return next(
-            (value for value in self.named.values() if isinstance(value, UserDict)), UserDict()
-        )
-
-    def with_layer_input(self, table_rows: Tensor) -> LayerArguments:
-        """Return the same with another input of the layer."""
-        return self._with(lambda name, value: table_rows if _is_layer_input(value) else value)
-
-    def with_past(self, past: PastOfTokens) -> LayerArguments:
-        """Return the same with another stand-in for the cache, where a layer is given one."""
-        return (
-            self._with(lambda name, value: past if name in self.caches else value)
-            if self.caches
-            else self
-        )
-
-    def with_shared_keys(self, shared: Mapping[str, tuple[Tensor, Tensor]]) -> LayerArguments:
-        """Return the same with keys and values of the layers before."""
-        return self._with(
-            lambda name, value: type(value)(shared) if isinstance(value, UserDict) else value
-        )
-
-    def _with(self, new: Callable[[str, Any], Any]) -> LayerArguments:
-        named = {name: new(name, value) for name, value in self.named.items()}
-        return LayerArguments(
-            tuple(new("", value) for value in self.positional), named, self.caches
-        )
+from flexgen_helm.models.transformers_backend.stand_ins import AllRecordedError, LayerStandIn
 
 
 class LayeredModel:
@@ -115,9 +68,9 @@ class LayeredModel:
         self.model = empty_model(config_text, has_buffers=str(device) != "meta")
         self.layers_path, module_list = _find_layers(self.model)
         self.layers: list[Any] = list(module_list)
-        self._states = [_StandInState(is_last=layer is self.layers[-1]) for layer in self.layers]
-        for index, (layer, state) in enumerate(zip(self.layers, self._states)):
-            module_list[index] = _StandIn(layer, state)
+        self._stand_ins = [LayerStandIn(layer, layer is self.layers[-1]) for layer in self.layers]
+        for index, stand_in in enumerate(self._stand_ins):
+            module_list[index] = stand_in
         self._cache_names = [
             frozenset().union(*(cache_names(part) for part in layer.modules()))
             for layer in self.layers
@@ -127,8 +80,8 @@ class LayeredModel:
         if hasattr(embeddings, "create_position_ids_from_input_ids"):
             self.first_position = int(embeddings.padding_idx) + 1
         if self.layer_input_table is not None:
-            # Token ids that the table lacks are row 0. Rows that were looked up are numbered anew,
-            # and all are there.
+            # The model takes row 0 for ids that the table lacks. Here the table consists of the
+            # rows that were looked up, and their numbers are the ids: it has all of them.
             self.base.config.vocab_size_per_layer_input = torch.iinfo(torch.long).max
         for module in (self.model, *self.layers):
             module.requires_grad_(False)
@@ -167,34 +120,35 @@ class LayeredModel:
         arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T]. With embeddings
             alone, the inputs of layers that a table has are meaningless.
         """
-        for state in self._states:
-            state.recorded = state.result = None
+        for stand_in in self._stand_ins:
+            stand_in.arguments = stand_in.result = None
         inputs = {
             **self._with_layer_inputs(arguments),
             "position_ids": arguments["position_ids"] + self.first_position,
         }
-        with suppress(_AllRecordedError):
+        with suppress(AllRecordedError):
             try:
                 self._run(self.base, inputs)
             except (ValueError, IndexError) as error:
-                # The model unpacks what its layers return, and none has run yet.
+                # The model unpacks a tuple that its layers return. How long it is, stand-ins learn
+                # from the error, as no layer has run yet.
                 expected = _UNPACKED.search(str(error))
-                if expected is None or any(state.num_returned for state in self._states):
+                if expected is None or any(stand_in.num_returned for stand_in in self._stand_ins):
                     raise
-                for state in self._states:
-                    state.num_returned = int(expected[1] or 1)
+                for stand_in in self._stand_ins:
+                    stand_in.num_returned = int(expected[1] or 1)
                 self._run(self.base, inputs)
-        hidden = self._states[0].hidden
-        recorded = [state.recorded for state in self._states if state.recorded is not None]
-        if hidden is None or len(recorded) < len(self._states):
+        hidden = self._stand_ins[0].hidden
+        recorded = [stand_in.arguments for stand_in in self._stand_ins if stand_in.arguments]
+        if hidden is None or len(recorded) < len(self.layers):
             raise UnsupportedArchitectureError(
                 f"{type(self.model).__name__} does not call its layers one after the other"
             )
-        for state in self._states:
-            state.hidden = None
-        past = PastOfTokens(arguments["position_ids"])
+        for stand_in in self._stand_ins:
+            stand_in.hidden = None
+        past = CacheStandIn(arguments["position_ids"])
         return hidden, [
-            replace(of_layer, caches=names & of_layer.named.keys()).with_past(past)
+            replace(of_layer, caches=names & of_layer.named.keys()).with_cache(past)
             for of_layer, names in zip(recorded, self._cache_names)
         ]
 
@@ -205,16 +159,16 @@ class LayeredModel:
         """
         positions = arguments["position_ids"]
         names = {*parameter_names(self.base)}
-        if "position_ids" not in names:  # the model numbers tokens from those of its cache on
+        if "position_ids" not in names:  # the model counts positions from its cache's length on
             # Not all caches are annotated.
             caches = cache_names(self.base) | names & {"past_key_values", "cache"}
-            arguments = {**arguments, **dict.fromkeys(caches, PastOfTokens(positions))}
-        # The model's buffer of them has as many as positions of one sequence.
+            arguments = {**arguments, **dict.fromkeys(caches, CacheStandIn(positions))}
+        # The model's own buffer of token types is as long as one sequence may be.
         if hasattr(getattr(self.base, "embeddings", None), "token_type_ids"):
             arguments = {**arguments, "token_type_ids": torch.zeros_like(positions)}
+        # Modules with states are passed the mask unless all of it is ones, which `_KnownMask` says.
         without_values = positions.device.type == "meta" and not self.own_attention
         mask = None if without_values else torch.ones_like(positions, dtype=torch.bool)
-        # Modules with states are passed the mask unless all of it is ones.
         length = _KnownLength(positions) if positions.device.type == "meta" else nullcontext()
         with length, _KnownMask(mask) if self.has_states else nullcontext():
             return model(**arguments, attention_mask=mask, use_cache=False)
@@ -225,7 +179,7 @@ class LayeredModel:
         """
         with OwnAttention(self.bindings) if self.own_attention else nullcontext():
             out = self.layers[index](hidden, *arguments.positional, **arguments.named)
-        self._states[index].num_returned = len(out) if isinstance(out, tuple) else 0
+        self._stand_ins[index].num_returned = len(out) if isinstance(out, tuple) else 0
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
@@ -235,8 +189,9 @@ class LayeredModel:
         hidden: [1, N, H], or of S streams [S, 1, N, H] or [1, N, S, H].
         positions: [1, N], of any value.
         """
-        for state in self._states:
-            state.recorded, state.result = None, hidden
+        for stand_in in self._stand_ins:
+            stand_in.arguments, stand_in.result = None, hidden
+        # one of the streams, for its shape
         embeds = (
             hidden if hidden.dim() == 3 else hidden[:, :, 0] if hidden.shape[0] == 1 else hidden[0]
         )
@@ -244,8 +199,8 @@ class LayeredModel:
         try:
             logits: Tensor = self._run(self.model, self._with_layer_inputs(arguments)).logits
         finally:
-            for state in self._states:
-                state.result = state.hidden = state.recorded = None
+            for stand_in in self._stand_ins:
+                stand_in.result = stand_in.hidden = stand_in.arguments = None
         return logits
 
     def _with_layer_inputs(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -286,94 +241,6 @@ def _without_hooks(module_class: Any) -> type[nn.Module]:
     )
 
 
-def cache_names(module: nn.Module) -> frozenset[str]:
-    """Return the parameters of a module that stand for a cache, by their annotations.
-
-    Releases of `transformers` call them `past_key_values`, `cache_params`, `layer_past`, or
-    `cache`.
-    """
-    annotations = _annotations(type(module))  # type: ignore[arg-type]  # a class is hashable
-    return frozenset(name for name, annotation in annotations.items() if _CACHE.search(annotation))
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """Return the names of what a module's forward pass takes, in their order."""
-    return list(_annotations(type(module)))  # type: ignore[arg-type]  # a class is hashable
-
-
-@cache
-def _annotations(module_class: Any) -> dict[str, str]:
-    """Return what the forward pass of a class takes, and the texts of its annotations."""
-    try:
-        parameters = list(signature(module_class.forward).parameters.values())
-    except (TypeError, ValueError):  # a function without a signature
-        return {}
-    return {
-        parameter.name: "" if parameter.annotation is Signature.empty else str(parameter.annotation)
-        for parameter in parameters[1:]
-    }
-
-
-def _is_layer_input(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
-
-
-class PastOfTokens:
-    """Stands for the cache of layers: each token has as many before it as its position says.
-
-    Keys and values go to the engine by attention, so they are returned as they are.
-    """
-
-    def __init__(self, positions: Tensor) -> None:
-        self._positions = positions
-
-    def get_seq_length(self, layer_idx: int = 0) -> TokensBefore:
-        """Return the number of tokens before, which models add to 0 … T - 1 to have positions
-        [T].
-        """
-        positions = self._positions[0]
-        return TokensBefore(positions - torch.arange(len(positions), device=positions.device))
-
-    # Sizes of masks, which are not made.
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, int]:
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def update(
-        self, keys: Tensor, values: Tensor, *layer: Any, **named: Any
-    ) -> tuple[Tensor, Tensor]:
-        return keys, values
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"its layers ask their cache for {name}")
-
-
-class TokensBefore:
-    """Stands for the number of tokens before each, [T]; a range from there to as many more is their
-    positions.
-    """
-
-    def __init__(self, counts: Tensor) -> None:
-        self._counts = counts
-
-    def __add__(self, more: int | Tensor) -> TokensBefore | Tensor:
-        total = self._counts + more
-        return total if isinstance(more, Tensor) else TokensBefore(total)
-
-    __radd__ = __add__
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = [value._counts if isinstance(value, cls) else value for value in args]
-        if func is torch.arange:
-            start, _ = values
-            return start + torch.arange(len(start), device=start.device)
-        return func(*values, **(kwargs or {}))
-
-
 class _KnownMask(TorchFunctionMode):
     """Answers whether all of a mask is ones, which it is, without a wait for the device."""
 
@@ -405,68 +272,8 @@ class _KnownLength(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# An annotation such as `transformers.cache_utils.Cache | None`.
-_CACHE = re.compile(r"\bCache\b")
+# What is said where a tensor is unpacked as a tuple of so many values, or its first one is taken.
 _UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)|invalid index of a 0-dim()")
-
-
-class _AllRecordedError(Exception):
-    """Stop the forward pass after the last layer, whose stand-in has recorded its arguments."""
-
-
-@dataclass
-class _StandInState:
-    """What a stand-in was given, and what it returns.
-
-    hidden, recorded: hidden states and other arguments of its last call.
-    result: hidden states that it returns; None while arguments are recorded.
-    num_returned: values of the tuple that it returns, hidden states first; 0 for hidden states
-        alone.
-    """
-
-    is_last: bool
-    num_returned: int = 0
-    hidden: Tensor | None = None
-    recorded: LayerArguments | None = None
-    result: Tensor | None = None
-
-
-class _StandIn(nn.Module):
-    """Stands in the model for a layer. It has the layer's attributes, which models ask for."""
-
-    def __init__(self, layer: nn.Module, state: _StandInState) -> None:
-        super().__init__()
-        self.__dict__["_layer"], self.__dict__["_state"] = layer, state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, *positional: Any, **named: Any) -> Any:
-        state = self._state
-        if positional:
-            hidden, *others = positional
-            named = {**dict(zip(parameter_names(self._layer)[1:], others)), **named}
-            positional = tuple(others[len(parameter_names(self._layer)) - 1 :])
-        else:
-            hidden = named.pop("hidden_states")
-        if state.result is not None:
-            hidden = state.result
-        else:
-            state.hidden, state.recorded = hidden, LayerArguments(positional, named)
-            if state.is_last:
-                raise _AllRecordedError
-        return (hidden, *[None] * (state.num_returned - 1)) if state.num_returned else hidden
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module itself and the buffers that checkpoints have, such as
-    biases of routers.
-    """
-    buffers = {
-        name: buffer for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }  # fmt: skip
-    return {**dict(module.named_parameters(recurse=False)), **buffers}
 
 
 def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:

@@ -131,6 +131,7 @@ class OwnAttention(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None, **named: Any,
     ) -> Tensor:  # fmt: skip
+        """Attend as `F.scaled_dot_product_attention`, whose parameters these are."""
         mask = attn_mask if attn_mask is not None else Mask(is_causal=is_causal)
         scores = Scores(q, k.transpose(-1, -2), q.shape[-1] ** -0.5 if scale is None else scale)
         return self._attend(scores + mask, v)

@@ -20,12 +20,16 @@ from flexgen_helm.models.transformers_backend.config import (
 )
 from flexgen_helm.models.transformers_backend.empty_model import class_and_config
 from flexgen_helm.models.transformers_backend.interfaces import AttentionCall
-from flexgen_helm.models.transformers_backend.layer_kinds import kept_in_float32, layer_kind
-from flexgen_helm.models.transformers_backend.layered_model import LayeredModel, own_tensors
+from flexgen_helm.models.transformers_backend.layer_kinds import (
+    kept_in_float32,
+    layer_kind,
+    own_tensors,
+)
+from flexgen_helm.models.transformers_backend.layered_model import LayeredModel
 from flexgen_helm.models.transformers_backend.trace import LayerTrace, ModelTrace, trace_layers
 
 OWN_ATTENTION = "computes attention in a way that is not known here"
-_one_at_a_time = threading.Lock()  # a trace replaces a function of `transformers` meanwhile
+_trace_lock = threading.Lock()  # a trace replaces functions of `transformers` meanwhile
 # Names of the context length; a model of states alone may have none, and then takes more than any
 # request has.
 _POSITIONS = (
@@ -46,7 +50,7 @@ def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
     `ValueError` for entries that its configuration cannot have.
     """
     text = json.dumps(content, sort_keys=True)
-    with _one_at_a_time:
+    with _trace_lock:
         try:
             return _read(content, text)
         except UnsupportedArchitectureError as error:
@@ -87,14 +91,16 @@ def _record(
         layer_kind(layer, of_layer, name, in_float32)
         for layer, of_layer in zip(model.layers, trace.layers)
     ]
-    # whose batches wait inside of a layer
+    # Batches wait for experts inside a layer, where `OwnAttention` must not be active.
     if model.own_attention and any(kind.num_experts for kind in kinds):
         raise UnsupportedArchitectureError(f"{name} has experts beside attention in its own code")
     # Whether a layer has neither attention nor a state is said by the configuration (Nemotron-H).
-    words = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
-    without = {layer for layer, word in enumerate(words) if word in ("mlp", "moe")}
+    types = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None) or ()
+    without_mixer = {layer for layer, kind in enumerate(types) if kind in ("mlp", "moe")}
     by_layer = [
-        None if layer in without and not of_layer.attention_calls else _only_call(of_layer, name)
+        None
+        if layer in without_mixer and not of_layer.attention_calls
+        else _only_call(of_layer, name)
         for layer, of_layer in enumerate(trace.layers)
     ]
     calls = [call for call in by_layer if call is not None]
@@ -138,8 +144,9 @@ def _modules(
     by_layer: list[AttentionCall | None],
     text: str,
 ) -> ModulesConfig:
-    """Describe the modules that compute a model. by_layer: calls of attention; text: of its
-    `config.json`.
+    """Describe the modules that compute a model.
+
+    by_layer: calls of attention; None of layers without. text: of its `config.json`.
     """
     name, distinct = type(model.model).__name__, list(dict.fromkeys(kinds))
     table, head = model.base.get_input_embeddings(), model.model.get_output_embeddings()
@@ -149,8 +156,11 @@ def _modules(
     inputs: dict[str, Any] = {}
     if (input_table := model.layer_input_table) is not None:
         rows, width = input_table.weight.shape
-        inputs["layer_input_key"] = f"{paths[id(input_table)]}.weight"
-        inputs |= {"layer_input_rows": rows, "layer_input_size": width // len(kinds)}
+        inputs = dict(
+            layer_input_key=f"{paths[id(input_table)]}.weight",
+            layer_input_rows=rows,
+            layer_input_size=width // len(kinds),
+        )
     shared = tuple(
         SharedKeys(
             key, layer, k.shape[1], k.shape[3], v.shape[3],

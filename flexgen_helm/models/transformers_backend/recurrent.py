@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from flexgen_helm.models.decoder import StateGroup
 from flexgen_helm.models.transformers_backend.config import Mixer, SequenceState
-from flexgen_helm.models.transformers_backend.layered_model import PastOfTokens
+from flexgen_helm.models.transformers_backend.layer_arguments import CacheStandIn
 
 # States that one module may have of each kind.
 _MAX_STATES = 8
 
 
-class StateCache(PastOfTokens):
+class StateCache(CacheStandIn):
     """Stands for the cache of one module that keeps states, for B sequences."""
 
     def __init__(self, positions: Tensor, on_state: Callable[[], None] = lambda: None) -> None:
@@ -185,7 +185,7 @@ class MixerRunner:
             cache.begin(self.mixer.states, states, hidden.dtype)
 
         def part_of(value: Any) -> Any:
-            if isinstance(value, PastOfTokens):
+            if isinstance(value, CacheStandIn):
                 return cache
             is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
             return _of_group(value, group) if is_of_tokens else value
@@ -217,15 +217,13 @@ def _steps(groups: Sequence[StateGroup]) -> Iterator[StateGroup]:
 
     States are updated in place, and handed to each sequence's `keep` at the end.
     """
+    if not groups:
+        return
     # The longest come first, so the sequences that have a token of a step are the first ones.
     groups = sorted(groups, key=lambda group: group.tokens.stop - group.tokens.start, reverse=True)
     tokens = [range(group.tokens.start, group.tokens.stop) for group in groups]
-    states = (
-        torch.cat([group.states for group in groups if group.states is not None])
-        if groups
-        else torch.empty(0)
-    )
-    for step in range(len(tokens[0]) if groups else 0):
+    states = torch.cat([group.states for group in groups if group.states is not None])
+    for step in range(len(tokens[0])):
         rows = [row[step] for row in tokens if step < len(row)]
         step_states = states[: len(rows)]
         tokens_of_step = torch.tensor(rows, device=states.device)

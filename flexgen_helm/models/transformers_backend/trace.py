@@ -23,13 +23,13 @@ from flexgen_helm.models.transformers_backend.interfaces import (
     checks_requests,
     is_plain,
 )
-from flexgen_helm.models.transformers_backend.layered_model import (
+from flexgen_helm.models.transformers_backend.layer_arguments import (
+    CacheStandIn,
     LayerArguments,
-    LayeredModel,
-    PastOfTokens,
     cache_names,
     parameter_names,
 )
+from flexgen_helm.models.transformers_backend.layered_model import LayeredModel
 from flexgen_helm.models.transformers_backend.recurrent import StateCache
 
 # Tokens of the traced pass.
@@ -95,9 +95,9 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
     positions = torch.arange(_TOKENS, device="meta")[None]
     before, after = set[int](), set[int]()
     layers: list[LayerTrace] = []
-    unread = LayerTrace()  # of what is no layer's one pass
+    ignored = LayerTrace()  # of passes through several layers, or once more through one
     with torch.no_grad(), _one_sequence():
-        with model.bound(unread.attend, unread.run_experts):
+        with model.bound(ignored.attend, ignored.run_experts):
             _require_no_tokens_in_arguments(model, positions)
             with register_module_forward_pre_hook(lambda module, args: before.add(id(module))):
                 hidden, arguments = model.before({"input_ids": ids, "position_ids": positions})
@@ -106,7 +106,7 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
         for index, layer_arguments in enumerate(arguments):
             trace, out = _trace_layer(model, index, hidden, layer_arguments)
             if trace.states:
-                with model.bound(unread.attend, unread.run_experts):
+                with model.bound(ignored.attend, ignored.run_experts):
                     ignores_a_state = partial(_ignores_a_state, model, index, trace.states)
                     trace.one_by_one = ignores_a_state(hidden, layer_arguments)
                     if ignores_a_state(hidden[..., :1, :], arguments_of_one[index]):
@@ -116,7 +116,7 @@ def trace_layers(model: LayeredModel) -> ModelTrace:
             layers.append(trace)
             hidden = out
         with (
-            model.bound(unread.attend, unread.run_experts),
+            model.bound(ignored.attend, ignored.run_experts),
             register_module_forward_pre_hook(lambda module, args: after.add(id(module))),
         ):
             model.after(hidden, positions)
@@ -135,7 +135,7 @@ def _trace_layer(
         _recording(layer, trace, name) as note_state,
     ):
         cache = StateCache(torch.arange(_TOKENS, device="meta")[None], note_state)
-        out = model.layer(index, hidden, arguments.with_past(cache))
+        out = model.layer(index, hidden, arguments.with_cache(cache))
     trace.states = [state for state, _ in cache.kept_states()]
     trace.shared = {
         key: pair
@@ -160,7 +160,7 @@ def _require_known_arguments(
     positional = zip(names, arguments.positional)
     inputs = None if model.layer_input_table is None else arguments.layer_input
     for name, value in (*positional, *arguments.named.items()):
-        if isinstance(value, (PastOfTokens, UserDict)) or value is inputs:
+        if isinstance(value, (CacheStandIn, UserDict)) or value is inputs:
             continue
         parts = tree_leaves(value)
         unknown = [part for part in parts if not is_plain(part) and not isinstance(part, Mask)]
@@ -189,7 +189,7 @@ def _ignores_a_state(
         cache = StateCache(torch.zeros((1, 1), dtype=torch.long, device="meta"))
         with torch.enable_grad():
             cache.begin(states, values, hidden.dtype)
-            if not model.layer(index, hidden, arguments.with_past(cache)).requires_grad:
+            if not model.layer(index, hidden, arguments.with_cache(cache)).requires_grad:
                 return True
     return False
 
@@ -205,20 +205,14 @@ def _require_no_tokens_in_arguments(model: LayeredModel, positions: Tensor) -> N
         embeds = 1 * torch.zeros((1, _TOKENS, width), device="meta", requires_grad=True)
         _, arguments = model.before({"inputs_embeds": embeds, "position_ids": positions})
     has_inputs = model.layer_input_table is not None
-    for layer_arguments in arguments:
-        values = [
-            value
-            for value in tree_leaves((layer_arguments.positional, dict(layer_arguments.named)))
-            if isinstance(value, Tensor)
-        ]
-        if any(
-            value.requires_grad and not (has_inputs and value is layer_arguments.layer_input)
-            for value in values
-        ):
-            raise UnsupportedArchitectureError(
-                f"{type(model.model).__name__} passes its layers more that depends on tokens than "
-                "hidden states"
-            )
+    for of_layer in arguments:
+        for value in tree_leaves((of_layer.positional, dict(of_layer.named))):
+            depends_on_tokens = isinstance(value, Tensor) and value.requires_grad
+            if depends_on_tokens and not (has_inputs and value is of_layer.layer_input):
+                raise UnsupportedArchitectureError(
+                    f"{type(model.model).__name__} passes its layers more that depends on tokens "
+                    "than hidden states"
+                )
 
 
 @contextmanager
@@ -258,7 +252,7 @@ def _recording(layer: nn.Module, trace: LayerTrace, name: str) -> Iterator[Calla
         active.append(path)
         passed = {**dict(zip(parameter_names(module), positional)), **named}
         if any(
-            not isinstance(passed[cache], PastOfTokens)
+            not isinstance(passed[cache], CacheStandIn)
             for cache in cache_names(module) & passed.keys()
         ):
             raise UnsupportedArchitectureError(

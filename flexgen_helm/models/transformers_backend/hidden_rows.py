@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.models.transformers_backend.config import SharedKeys, TransformersConfig
-from flexgen_helm.models.transformers_backend.layered_model import LayerArguments
+from flexgen_helm.models.transformers_backend.layer_arguments import LayerArguments
 
 
-class TokenState:
-    """The columns of a token's row; `ModelConfig.state_size` is their number."""
+class HiddenRows:
+    """The columns of a token's row; `ModelConfig.hidden_elements` is their number."""
 
     def __init__(self, config: TransformersConfig) -> None:
         self._modules = config.modules
         self._streams_end = config.modules.streams * config.hidden_size
         self._inputs_end = self._streams_end + config.modules.layer_inputs_size
-        self._end = config.state_size
+        self._end = config.hidden_elements
 
     def new(self, hidden: Tensor, arguments: Sequence[LayerArguments]) -> Tensor:
         """Return the rows before the first layer; hidden: as layers are given them."""
