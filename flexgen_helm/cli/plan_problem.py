@@ -135,7 +135,7 @@ def _beside_weights(problem: PlanningProblem, asked: PlanOptions) -> PlanningPro
     already.
     """
     from flexgen_helm.checkpoint.names import resolve
-    from flexgen_helm.offload.matrices import bytes_at_rest
+    from flexgen_helm.offload.weights_at_rest import bytes_at_rest
 
     config = asked.config
     model, folder = resolve(asked.model), _offload_folder(config)

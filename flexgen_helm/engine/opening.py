@@ -40,10 +40,10 @@ from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine
-from flexgen_helm.offload.matrices import WeightsAtRest
+from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
-from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.weights_at_rest import WeightsAtRest
 from flexgen_helm.planner.placement import Machine, StorageSizes
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices

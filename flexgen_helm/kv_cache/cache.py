@@ -38,14 +38,13 @@ from flexgen_helm.kv_cache.storage import (
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.attention import TopK
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.offload.staging import Allocation
+from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.offload.transfer_stats import Kind
 from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.placement import most_underfilled
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
-from flexgen_helm.tiers import TIERS, Tier
+from flexgen_helm.tiers import TIERS, Kind, Tier
 
 
 class BlockStates:

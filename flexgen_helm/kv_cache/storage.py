@@ -31,10 +31,10 @@ from flexgen_helm.kv_cache.codec import (
 )
 from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.staging import Allocation, aligned
+from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.scheduling.sequence import CacheBlock
-from flexgen_helm.tiers import MEMORY_ADVICE, UNLIMITED, Tier
+from flexgen_helm.tiers import MEMORY_ADVICE, UNLIMITED, Tier, aligned
 
 _HOST = torch.device("cpu")
 # Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is

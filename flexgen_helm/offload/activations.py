@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.staging import Allocation
+from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.tiers import TIERS, Tier, aligned
 

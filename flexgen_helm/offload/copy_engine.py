@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.files import exact_size
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import RateLimit
-from flexgen_helm.offload.staging import pages
 from flexgen_helm.progress import Message, report
 from flexgen_helm.tiers import COPY_BUFFER_BYTES
 

@@ -33,8 +33,9 @@ from flexgen_helm.checkpoint.fingerprint import SourceFile
 from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
 from flexgen_helm.files import exact_size, naming
 from flexgen_helm.locks import InUseError, locked
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import DiskRates
-from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from flexgen_helm.tiers import ALIGNMENT, aligned
 
 # Bytes of one read or write: enough for the disk's full rate, few enough to be cancelled soon.
 _CHUNK = 8 << 20

@@ -26,7 +26,7 @@ from itertools import dropwhile, takewhile
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.staging import pages
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.tiers import NUM_LOADERS, aligned, aligned_read_bytes
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from flexgen_helm.tiers import KINDS, Kind
+
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
-Kind = Literal["weights", "cache", "activations"]
 
 LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
-KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
 class ExpertUses(NamedTuple):

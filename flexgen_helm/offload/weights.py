@@ -38,16 +38,16 @@ from flexgen_helm.models.config import (
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.models.routing import RowExperts
-from flexgen_helm.offload.experts import ExpertStreamer
+from flexgen_helm.offload.experts import Expert, ExpertStreamer
 from flexgen_helm.offload.linear import dequantize_tiled, join_rows, tiled_linear
 from flexgen_helm.offload.matrices import (
     DiskMatrix,
-    Expert,
     GatheredMatrix,
     MatrixLoader,
     OffloadedMatrix,
     buffered_rows,
 )
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.prefetcher import (
     StagingRing,
     StreamedMatrix,
@@ -56,7 +56,6 @@ from flexgen_helm.offload.prefetcher import (
     fits,
     ring_bytes,
 )
-from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.placement import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement

@@ -22,8 +22,9 @@ from flexgen_helm.errors import MemoryLimitError, OffloadError
 from flexgen_helm.offload import disk
 from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
 from flexgen_helm.offload.matrices import DiskMatrix
-from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.progress import observed_by
+from flexgen_helm.tiers import ALIGNMENT, aligned
 from tests.helpers.forks import python
 from tests.helpers.offload import tiers_of
 from tests.helpers.parity import assert_same
@@ -127,7 +128,7 @@ import sys
 from pathlib import Path
 import torch
 from flexgen_helm.offload.disk import OffloadDirectory
-from flexgen_helm.offload.staging import pages
+from flexgen_helm.offload.pages import pages
 where = OffloadDirectory(Path(sys.argv[1]))
 file = where.scratch("cache-1", 8192)
 mine = pages(8192)

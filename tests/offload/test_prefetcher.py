@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.offload.prefetcher import StagingRing, StreamedMatrix, WeightPrefetcher
-from flexgen_helm.offload.staging import ALIGNMENT
+from flexgen_helm.tiers import ALIGNMENT
 from tests.helpers.offload import tiers_of, within
 
 
