@@ -243,9 +243,7 @@ class QuantizedCodec(Codec):
     def _encode_together(
         self, k: Tensor, v: Tensor, prompts: Sequence[tuple[slice, bool]]
     ) -> Iterator[tuple[Planes, KeysValues]]:
-        """Encode some prompts together: a device launches a hundred kernels to quantize, for however
-        many tokens.
-        """
+        """Encode some prompts at once: quantizing takes a hundred launches, however many tokens."""
         size, fmt = self.group_tokens, self.cache_format
         starts, lengths = zip(
             *((tokens.start, tokens.stop - tokens.start) for tokens, _ in prompts)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +38,12 @@ _HOST = torch.device("cpu")
 # contiguous crosses the link without a copy within the host, which would halve the rate.
 _WHOLE_SLOTS_FROM = 0.5
 
-# What a fetch brings: planes on the compute device, and those on the host.
-Fetched = tuple[Planes, Planes]
+
+class Fetched(NamedTuple):
+    """What a fetch brings: the planes that every query reads; and from a file, all on the host."""
+
+    on_device: Planes
+    on_host: Planes = ()
 
 
 class FetchedStorage(Storage):
@@ -50,33 +55,37 @@ class FetchedStorage(Storage):
 
     def __init__(self, tiers: TransferManager, codec: Codec, block: CacheBlock) -> None:
         self._tiers, self._codec, self._block = tiers, codec, block
-        self._fetches: dict[int, tuple[Future[Fetched], Allocation]] = {}
-        self._in_use: set[int] = set()  # of those layers, what attention reads
-        self._stores: dict[int, list[Future[None]]] = {}  # those that may still run or have failed
+        self._fetches: dict[int, tuple[Future[Fetched], Allocation]] = {}  # by layer
+        self._in_use: set[int] = set()  # layers of `_fetches` that attention reads
+        # by layer those that may still run, or have failed
+        self._stores: dict[int, list[Future[None]]] = {}
 
     @abstractmethod
-    def _fetch(
-        self, layer: int, counts: list[int], units: int, room: int
+    def _prepare_fetch(
+        self, layer: int, counts: list[int], units: int, new_units: int
     ) -> tuple[int, Callable[[], Fetched]]:
-        """Return the bytes that a fetch takes on the compute device, and the fetch.
+        """Return the bytes that a fetch takes on the compute device, and what runs it.
 
-        counts: units that were stored in each slot.
-        units: of a slot that are there to be read.
-        room: units of a slot that are appended before they are read.
+        counts: units of each slot that are stored.
+        units: of every slot that the fetched planes have.
+        new_units: those of them, 0 or 1, that are appended before the planes are read.
         """
 
     def prefetch(self, layer: int, *, ahead: bool = False) -> None:
         sequences, codec = self._block.sequences, self._codec
-        is_shared = sequences[0].is_shared  # then for its readers
-        room = 0 if codec.window_tokens or is_shared else 1
+        # A shared prefix is read by other blocks, and gets no new token.
+        is_shared = sequences[0].is_shared
+        new_units = 0 if codec.window_tokens or is_shared else 1
+        # with the new token of each sequence
         tokens = [
-            seq.prompt_len if is_shared else codec.num_stored(seq.num_computed) for seq in sequences
+            sequence.prompt_len if is_shared else codec.num_stored(sequence.num_computed)
+            for sequence in sequences
         ]
-        counts = [count // codec.group_tokens - room for count in tokens]
-        units = codec.ring_units or max(counts) + room
+        counts = [count // codec.group_tokens - new_units for count in tokens]
+        units = codec.ring_units or max(counts) + new_units
         if layer in self._fetches or not units:
             return
-        num_bytes, fetch = self._fetch(layer, counts, units, room)
+        num_bytes, fetch = self._prepare_fetch(layer, counts, units, new_units)
         stores = tuple(self._stores.get(layer, ()))
 
         def after_stores() -> Fetched:
@@ -92,11 +101,11 @@ class FetchedStorage(Storage):
 
     def read(self, layer: int) -> Planes:
         self.prefetch(layer)
-        return self._fetched(layer)[0]
+        return self._fetched(layer).on_device
 
     def patch_prefetched(self, layer: int, target: SlotIndex, planes: Planes) -> None:
         if layer in self._fetches and not self._codec.window_tokens:
-            self._codec.put_units(self._fetched(layer)[0], target, planes)
+            self._codec.put_units(self._fetched(layer).on_device, target, planes)
 
     def select(self, layer: int, slots: slice, tokens: Tensor) -> Tensor:
         assert isinstance(self._codec, QuantizedCodec)
@@ -105,7 +114,8 @@ class FetchedStorage(Storage):
         return self._tiers.to_device(selected, "cache")
 
     def _values(self, layer: int) -> Tensor:
-        return self._fetched(layer)[1][1]
+        """Return the values' plane of all slots, on the host."""
+        return self._fetched(layer).on_host[1]
 
     def drop(self, layer: int) -> None:
         self._in_use.discard(layer)
@@ -162,12 +172,12 @@ class FetchedStorage(Storage):
                 ) from error
 
         future = self._tiers.store_async("cache", total_bytes(planes), store)
-        unsure = [
-            old
-            for old in self._stores.get(layer, ())
-            if not old.done() or old.exception() is not None
+        unfinished = [
+            earlier
+            for earlier in self._stores.get(layer, ())
+            if not earlier.done() or earlier.exception() is not None
         ]
-        self._stores[layer] = [*unsure, future]
+        self._stores[layer] = [*unfinished, future]
 
     def _to_device(self, planes: Planes) -> Planes:
         return tuple(self._tiers.to_device(plane, "cache") for plane in planes)
@@ -225,28 +235,29 @@ class HostStorage(FetchedStorage):
         self.finish_stores()
         return self._memory
 
-    def _fetch(
-        self, layer: int, counts: list[int], units: int, room: int
+    def _prepare_fetch(
+        self, layer: int, counts: list[int], units: int, new_units: int
     ) -> tuple[int, Callable[[], Fetched]]:
         codec, num_slots = self._codec, len(counts)
         stored = self._memory.read(layer)[: codec.num_fetched_planes]
         if _WHOLE_SLOTS_FROM * self._memory.units <= units:
             whole = tuple(data[:num_slots] for data in stored)
-            return total_bytes(whole), lambda: (self._to_device(whole), ())
+            return total_bytes(whole), lambda: Fetched(self._to_device(whole))
 
         def fetch() -> Fetched:
             # One long copy over the link, spread out behind it.
             axes = [plane.unit_axis for plane in codec.planes]
             used = tuple(
-                data[:num_slots].narrow(axis, 0, units - room) for axis, data in zip(axes, stored)
+                data[:num_slots].narrow(axis, 0, units - new_units)
+                for axis, data in zip(axes, stored)
             )
             arrived = self._to_device(used)
-            if not room:
-                return arrived, ()
+            if not new_units:
+                return Fetched(arrived)
             wider = codec.allocate(num_slots, units, partial(zeros, device=self._tiers.device))
             for plane, new, old in zip(codec.planes, wider, arrived):
-                plane.by_unit(new)[:, : units - room] = plane.by_unit(old)
-            return wider, ()
+                plane.by_unit(new)[:, : units - new_units] = plane.by_unit(old)
+            return Fetched(wider)
 
         return num_slots * units * codec.fetched_bytes, fetch
 
@@ -283,15 +294,17 @@ class DiskStorage(FetchedStorage):
 
     def append(self, layer: int, target: SlotIndex, planes: Planes) -> None:
         self.patch_prefetched(layer, target, planes)
-        of_file = [
+        file_slots = [
             (self._slots[slot], unit)
             for slot, unit in zip(target.slots.numbers, target.index.numbers)
         ]
         self._store_in(
-            layer, planes, lambda on_host: self._layout.append(self._file, layer, of_file, on_host)
+            layer,
+            planes,
+            lambda on_host: self._layout.append(self._file, layer, file_slots, on_host),
         )
 
-    def _store_in(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:
+    def _store_on_disk(self, layer: int, planes: Planes, write: Callable[[Planes], int]) -> None:
         def store(after: Launched) -> None:
             self._tiers.stats.count_bytes(
                 "cpu_to_disk", "cache", write(self._to_host(planes, after))
@@ -302,8 +315,8 @@ class DiskStorage(FetchedStorage):
     def move(self, source: int, target: int, units: int, stale_units: int) -> None:
         self._slots[target], self._slots[source] = self._slots[source], self._slots[target]
 
-    def _fetch(
-        self, layer: int, counts: list[int], units: int, room: int
+    def _prepare_fetch(
+        self, layer: int, counts: list[int], units: int, new_units: int
     ) -> tuple[int, Callable[[], Fetched]]:
         codec, file_counts = self._codec, list(zip(self._slots, counts))
 
@@ -311,7 +324,7 @@ class DiskStorage(FetchedStorage):
             on_host = codec.allocate(len(counts), units, partial(zeros, device=_HOST))
             num_bytes = self._layout.read(self._file, layer, file_counts, on_host)
             self._tiers.stats.count_bytes("disk_to_cpu", "cache", num_bytes)
-            return self._to_device(on_host[: codec.num_fetched_planes]), on_host
+            return Fetched(self._to_device(on_host[: codec.num_fetched_planes]), on_host)
 
         return len(counts) * units * codec.unit_bytes, fetch
 
@@ -320,7 +333,7 @@ class DiskStorage(FetchedStorage):
         self._file.close(delete=True)
 
 
-# Slots of a file, each with a number of units, or the number of one.
+# Slots of a file, each with the count of its first units, or with the index of one unit.
 FileSlots = Sequence[tuple[int, int]]
 
 
@@ -337,24 +350,26 @@ class StepLayout:
     """
 
     def __init__(self, block: CacheBlock, codec: Codec, num_layers: int) -> None:
-        self._planes, self._num_slots, unit = codec.planes, block.num_slots, codec.unit_bytes
+        self._planes, self._num_slots = codec.planes, block.num_slots
         self._ring = codec.ring_units or UNLIMITED
-        self._lengths = [seq.prompt_len for seq in block.sequences]
-        self._prompts = [min(self._ring, length) for length in self._lengths]
-        steps = min(self._ring, max(seq.cache_tokens - seq.prompt_len for seq in block.sequences))
-        self._step_bytes = aligned(block.num_slots * unit)
+        sequences = block.sequences
+        self._prompt_tokens = [sequence.prompt_len for sequence in sequences]
+        self._prompt_units = [min(self._ring, tokens) for tokens in self._prompt_tokens]
+        answers = [sequence.cache_tokens - sequence.prompt_len for sequence in sequences]
+        steps = min(self._ring, max(answers))
+        self._step_bytes = aligned(block.num_slots * codec.unit_bytes)
         self._offsets: list[int] = []  # of each slot's prompt within a layer
         end = 0
-        for length in self._prompts:
+        for units in self._prompt_units:
             self._offsets.append(end)
-            end += aligned(length * unit)
+            end += aligned(units * codec.unit_bytes)
         self._steps_offset, self._layer_bytes = end, end + steps * self._step_bytes
         self.num_bytes = max(aligned(1), num_layers * self._layer_bytes)
 
     def write(self, file: DirectFile, layer: int, slot: int, planes: Planes) -> int:
         """Write the first units [n, *shape] of a slot; return the bytes written."""
-        assert planes[0].shape[0] == self._prompts[slot], "a prompt is written whole"
-        if not self._prompts[slot]:
+        assert planes[0].shape[0] == self._prompt_units[slot], "a prompt is written whole"
+        if not self._prompt_units[slot]:
             return 0
         pieces = [
             new.movedim(0, plane.unit_axis - 1).reshape(-1)
@@ -367,13 +382,13 @@ class StepLayout:
         """Write one unit for each of the slots, planes [len(slots), *shape]; return the bytes
         written.
         """
-        # The sequences of a block decode together.
-        (step,) = {(unit - self._lengths[slot]) % self._ring for slot, unit in slots}
+        # The sequences of a block decode together, so all are at the same step.
+        (step,) = {(unit - self._prompt_tokens[slot]) % self._ring for slot, unit in slots}
         piece = torch.zeros(
             (len(planes), self._num_slots, *planes[0].shape[1:]), dtype=planes[0].dtype
         )
-        for half, new in zip(piece, planes):
-            half[[slot for slot, _ in slots]] = new
+        for plane, new in zip(piece, planes):
+            plane[[slot for slot, _ in slots]] = new
         file.write_tensor(
             layer * self._layer_bytes + self._steps_offset + step * self._step_bytes, piece
         )
@@ -381,13 +396,15 @@ class StepLayout:
 
     def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
         """Fill planes with the first units of slots; return the bytes read."""
-        base, num_bytes, specs = layer * self._layer_bytes, 0, self._planes
-        steps = min(self._ring, max(0, max(count - self._lengths[slot] for slot, count in slots)))
+        layer_offset, num_bytes, specs = layer * self._layer_bytes, 0, self._planes
+        steps = min(
+            self._ring, max(0, max(count - self._prompt_tokens[slot] for slot, count in slots))
+        )
         for row, (slot, count) in enumerate(slots):
-            prompt = min(count, self._prompts[slot])
-            if prompt and steps < self._ring:
-                shape = specs[0].memory_shape(len(specs), self._prompts[slot])
-                stored = file.read_tensor(base + self._offsets[slot], shape, specs[0].dtype)
+            prompt = min(count, self._prompt_units[slot])
+            if prompt and steps < self._ring:  # else newer tokens have taken its units
+                shape = specs[0].memory_shape(len(specs), self._prompt_units[slot])
+                stored = file.read_tensor(layer_offset + self._offsets[slot], shape, specs[0].dtype)
                 num_bytes += stored.nbytes
                 for plane, target, data in zip(specs, planes, stored):
                     plane.by_unit(target)[row, :prompt] = plane.by_unit(data[None])[0, :prompt]
@@ -396,17 +413,18 @@ class StepLayout:
             dtype = specs[0].dtype
             width = self._step_bytes // dtype.itemsize
             used = sum(prod(plane.shape) for plane in specs)
-            data = file.read_tensor(base + self._steps_offset, (steps, width), dtype)
+            data = file.read_tensor(layer_offset + self._steps_offset, (steps, width), dtype)
             num_bytes += data.nbytes
             tokens = data[:, : used * self._num_slots].reshape(
                 steps, len(specs), self._num_slots, *specs[0].shape
             )
             for row, (slot, _) in enumerate(slots):
-                first = self._lengths[slot] % self._ring
-                turn = min(steps, self._ring - first)  # from there on the ring begins anew
+                first = self._prompt_tokens[slot] % self._ring
+                until_end = min(steps, self._ring - first)  # of the ring, which then begins anew
                 for number, (plane, target) in enumerate(zip(specs, planes)):
                     by_unit, new = plane.by_unit(target)[row], tokens[:, number, slot]
-                    by_unit[first : first + turn], by_unit[: steps - turn] = new[:turn], new[turn:]
+                    by_unit[first : first + until_end] = new[:until_end]
+                    by_unit[: steps - until_end] = new[until_end:]
         return num_bytes
 
 

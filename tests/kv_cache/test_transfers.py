@@ -21,7 +21,7 @@ class Scripted(HostStorage):
     """A storage whose fetches and stores are the test's."""
 
     def fetch(self, layer, step):
-        self._fetch = lambda layer, counts, units, room: (10, step)
+        self._prepare_fetch = lambda layer, counts, units, new_units: (10, step)
         self.prefetch(layer, ahead=True)
 
     def store(self, layer, step):
