@@ -395,7 +395,7 @@ class Executor:
                     if step[0].stage == self.num_stages - 1:
                         charged_until = _charge(current.states.values(), charged_until)
                         for item in step:
-                            self.activations.end_wait(item.batch)
+                            self.activations.release_waiting(item.batch)
                             self._hand_on(item, current, head)
                     elif self._kept and self._kept.is_due() and current.ends_layer(step[-1]):
                         self._keep(step[-1], current, self._kept)
@@ -555,7 +555,7 @@ class Executor:
             item, tokens = left[0], current.batches[left[0].batch].num_tokens
             num_bytes, at_rest = tokens * self._hidden_bytes, tokens / copies
             if item is not spared:  # it leaves its rest only within the layer
-                fits = tokens + at_rest <= room and self.activations.wait(
+                fits = tokens + at_rest <= room and self.activations.claim_waiting(
                     item.batch, copies * num_bytes
                 )
                 if not fits and item is not first:
@@ -564,7 +564,7 @@ class Executor:
             room -= at_rest if item is spared else tokens
             state = self._begin(left.popleft(), current)
             if item is spared and (left or item is not first):
-                self.activations.wait(item.batch, num_bytes)
+                self.activations.claim_waiting(item.batch, num_bytes)
             attend = LayerAttention(
                 state.attention, layer, decoder.config.window(layer), decoder.attention, self.cache
             )
@@ -581,7 +581,7 @@ class Executor:
             self._observer.on_hidden(item.stage, current.batches[item.batch], hidden)
         if item.stage == self.num_stages - 1:
             return
-        self.activations.end_wait(item.batch)
+        self.activations.release_waiting(item.batch)
         following = current.following.get(item)
         if following is None or following.batch != item.batch:
             self._store(item, state)  # store_activation(i, j, k), done in the background

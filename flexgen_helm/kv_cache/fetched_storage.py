@@ -143,8 +143,9 @@ class FetchedStorage(Storage):
         # now.
         for layer in list(self._fetches):
             self.drop(layer)
-        for future in [future for waiting in self._stores.values() for future in waiting]:
-            future.exception()  # waits; who reads the layer gets it
+        for stores in self._stores.values():
+            for store in stores:
+                store.exception()  # waits; who reads the layer gets it
 
     def _fetched(self, layer: int) -> Fetched:
         """Wait for a layer that was prefetched."""

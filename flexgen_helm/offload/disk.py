@@ -187,7 +187,7 @@ class OffloadDirectory:
         try:
             with locked(folder / ".lock", timeout=600):
                 self._delete_dead_runs()
-                self.run, self._held = self._lock_new_run()
+                self.run, self._run_lock = self._lock_new_run()
                 self.run.mkdir()
         except OSError as error:
             raise OffloadError(
@@ -210,7 +210,7 @@ class OffloadDirectory:
     def close(self) -> None:
         """Delete the files of this run."""
         shutil.rmtree(self.run, ignore_errors=True)
-        self._held.close()
+        self._run_lock.close()
         with suppress(OSError):  # the next run deletes it
             self.run.with_suffix(".lock").unlink()
 

@@ -102,7 +102,7 @@ class TieredWeights:
     """The weights of a model, each matrix on the tier that its placement names.
 
     tensors: by canonical name.
-    stacks: of matrices of experts, as `MatrixLoader` has them.
+    stacks: resident matrices of all experts of a layer, as `MatrixLoader.stacks`.
     dtype: the compute dtype.
     streamer: of offloaded experts; None if there are none.
     batch_invariant: the order of a product's sums does not depend on the number of rows.
@@ -143,10 +143,7 @@ class TieredWeights:
         try:
             self._load(loader, placement, threads)
             self._group_experts()
-            if any(
-                weight.offloaded is not None and weight.expert is None
-                for weight in self.tensors.values()
-            ):
+            if any(weight.offloaded and not weight.expert for weight in self.tensors.values()):
                 self._prefetcher = self._start_prefetcher(placement.staging_bytes)
             if self._experts:
                 self.streamer = self._start_streamer(placement.expert_bytes)
@@ -199,7 +196,7 @@ class TieredWeights:
         """
         of_experts: dict[str, dict[str, OffloadedMatrix]] = {}
         for name, weight in self.tensors.items():
-            if weight.offloaded is not None and weight.expert is not None:
+            if weight.offloaded and weight.expert:
                 of_experts.setdefault(weight.expert, {})[name] = weight.offloaded
         self._experts = {expert: Expert(matrices) for expert, matrices in of_experts.items()}
         self._stages = stage_names(self._config)
@@ -222,7 +219,7 @@ class TieredWeights:
             for name, weight in self.tensors.items()
             if not _is_table(name) and (weight.resident is None or weight.resident.dim() > 1)
         ]
-        # Packed matrices have bytes.
+        # A packed matrix is of bytes.
         return any(weight.dtype != self.dtype for weight in multiplied)
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
@@ -355,31 +352,32 @@ class TieredWeights:
         )
 
     def _loader_buffer_bytes(self) -> int:
-        """Return the host memory of loaders that gather weights, or bring them to a device: a
-        buffer for each.
+        """Return the bytes of the loaders' buffers in host memory: each loader has one to gather
+        rows in, and one for what it brings from the disk to a device.
         """
         loaders = NUM_LOADERS if self._tiers.overlap else 1
-        placed = (weight.offloaded for weight in self.tensors.values())
-        sizes = (
-            gather_bytes(matrix.num_bytes)
-            for matrix in placed
-            if isinstance(matrix, GatheredMatrix)
-        )
-        gathered = loaders * max(sizes, default=0)
-        if self._tiers.copy_engine is None:
-            return gathered
         offloaded = [
             (weight.offloaded, weight.expert)
             for weight in self.tensors.values()
             if weight.offloaded
         ]
+        gathered = loaders * max(
+            (
+                gather_bytes(matrix.num_bytes)
+                for matrix, _ in offloaded
+                if isinstance(matrix, GatheredMatrix)
+            ),
+            default=0,
+        )
+        if self._tiers.copy_engine is None:
+            return gathered
         experts = [matrix.buffer_bytes(matrix.shape[0]) for matrix, expert in offloaded if expert]
         streamed: list[int] = []
         if any(isinstance(matrix, DiskMatrix) and not expert for matrix, expert in offloaded):
-            matrices = (matrix for stage in self._streamed.values() for matrix in stage)
             streamed = [
-                ring_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes)
-                for m in matrices
+                ring_bytes(min(matrix.tile_rows, buffered_rows(matrix.row_bytes)), matrix.row_bytes)
+                for matrices in self._streamed.values()
+                for matrix in matrices
             ]
         return gathered + loaders * (max(streamed, default=0) + max(experts, default=0))
 
@@ -394,12 +392,12 @@ class TieredWeights:
         unit_bytes = [max(1, min(_MAX_UNIT_BYTES, capacity // 3 - ring_bytes(0, 0)))]
         while unit_bytes[-1] // 2 >= _MIN_UNIT_BYTES:
             unit_bytes.append(unit_bytes[-1] // 2)
-        choices = [self._in_units(stage, size) for size in unit_bytes]
+        choices = [self._cut(stage, size) for size in unit_bytes]
         return next((matrices for matrices in choices if fits(matrices, capacity)), choices[0])
 
-    def _in_units(self, stage: str, unit_bytes: int) -> list[StreamedMatrix]:
-        """Return the offloaded matrices of a stage in units of at most `unit_bytes`, in the
-        decoder's order.
+    def _cut(self, stage: str, unit_bytes: int) -> list[StreamedMatrix]:
+        """Return the offloaded matrices of a stage without its experts, cut into units of at most
+        `unit_bytes`, in the decoder's order.
         """
         names = [
             name
@@ -410,9 +408,8 @@ class TieredWeights:
             names.append(HEAD_MATRIX)
         streamed = []
         for name in names:
-            if (matrix := self.tensors[name].offloaded) is not None and self.tensors[
-                name
-            ].expert is None:
+            weight = self.tensors[name]
+            if (matrix := weight.offloaded) and not weight.expert:
                 rows, row_bytes = matrix.shape[0], matrix.row_bytes
                 short_name = name.removeprefix(f"{stage}.").removesuffix(".weight")
                 tile_rows = max(1, min(rows, unit_bytes // row_bytes))
