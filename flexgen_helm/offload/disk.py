@@ -1,4 +1,4 @@
-"""The disk tier: preallocated files, read and written past the page cache, in an offload directory.
+"""The disk tier: an offload directory, and its files, read and written past the page cache.
 
 Layout of an offload directory:
 
@@ -75,8 +75,8 @@ class DirectFile:
             except OSError as error:
                 self.close(delete=True)  # an open descriptor would keep the blocks
                 raise _offload_error(error, path, self.size) from error
-        self._end = os.fstat(self._descriptor).st_size
-        if self._end < self.size:
+        self._file_bytes = os.fstat(self._descriptor).st_size
+        if self._file_bytes < self.size:
             os.close(self._descriptor)
             raise OffloadError(
                 f"{path} is shorter than its {exact_size(self.size)}; delete it, and it is written "
@@ -116,6 +116,9 @@ class DirectFile:
                 self.path.unlink()
 
     def _transfer(self, is_write: bool, offset: int, buffer: Tensor) -> None:
+        """Read or write a buffer in pieces of `_CHUNK` bytes; one that reaches behind the end of a
+        checkpoint's file is filled as far as that.
+        """
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         call: Callable[[int, list[memoryview], int], int] = os.pwritev if is_write else os.preadv
         assert (
@@ -123,7 +126,7 @@ class DirectFile:
             and len(view) % ALIGNMENT == 0
             and offset + len(view) <= self.size
         )
-        done, size = 0, min(len(view), self._end - offset)
+        done, size = 0, min(len(view), self._file_bytes - offset)
         with nullcontext() if self._rates is None else self._rates.of(is_write).transfer(size):
             try:
                 while done < size:
@@ -148,12 +151,13 @@ class CheckpointFile(DirectFile):
     """A file of a checkpoint, read where it is, as far as its last page; it cannot be written."""
 
     def __init__(self, source: SourceFile, rates: DiskRates | None = None) -> None:
-        """Open for reading alone, whatever the file's size.
+        """Open for reading alone, whatever the file's size; instead of `DirectFile.__init__`, which
+        opens for writing, too.
 
         Raises `CheckpointError` if the file is another than the checkpoint's.
         """
         self._source, self._rates = source, rates
-        self.path, self.size, self._end = source.path, aligned(source.size), source.size
+        self.path, self.size, self._file_bytes = source.path, aligned(source.size), source.size
         try:
             self._descriptor, self.direct = _open(source.path, os.O_RDONLY)
         except OSError as error:
@@ -215,7 +219,9 @@ class OffloadDirectory:
             self.run.with_suffix(".lock").unlink()
 
     def _lock_new_run(self) -> tuple[Path, ExitStack]:
-        """Lock a name that no process uses: processes of two containers can have the same pid."""
+        """Return the folder of a new run, and its lock; processes of two containers can have the
+        same pid, so that a name may be taken.
+        """
         while True:
             run, held = self.folder / f"run-{os.getpid()}-{next(_serials)}", ExitStack()
             with suppress(InUseError):
@@ -240,7 +246,7 @@ class WeightFiles:
     def __init__(self, folder: Path, rates: DiskRates | None = None) -> None:
         """rates: of a simulated disk; files are written as fast as the real one is."""
         self._folder, self._rates = folder, rates
-        self._checked: set[str] | None = None  # as `checked.txt` has them
+        self._checked: set[str] | None = None  # lines of `checked.txt`, once it is read
         self._lock = folder / ".lock"
 
     def ensure(self, name: str, size: int, tiles: Iterable[Tensor]) -> DirectFile:
@@ -281,11 +287,11 @@ class WeightFiles:
 
     def _write(self, path: Path, size: int, tiles: Iterable[Tensor]) -> None:
         """Write a matrix under another name, then rename it."""
-        part = path.with_name(path.name + ".part")
+        unfinished = path.with_name(path.name + ".part")
         for abandoned in self._folder.glob("*.part"):
             # left by a killed process: no other can write now, as this one has the lock
             abandoned.unlink(missing_ok=True)
-        file = DirectFile(part, size, create=True)
+        file = DirectFile(unfinished, size, create=True)
         try:
             buffer = pages(_CHUNK)
             filled = offset = 0
@@ -307,7 +313,7 @@ class WeightFiles:
             file.close(delete=True)
             raise
         file.close()
-        os.replace(part, path)
+        os.replace(unfinished, path)
 
 
 def written_bytes(folder: Path, fingerprint: str, fmt: str) -> int:

@@ -237,6 +237,7 @@ class TieredWeights:
             stage = self._stages[visit.stage]
             if not self._streamed[stage]:
                 continue
+            # a visit of the next pass, while those of this one fill the ring
             may_wait = visit.uses is None and not prefetcher.wants_more
             if may_wait or not prefetcher.start(stage, self._streamed[stage], visit.uses):
                 visits.close()  # with this visit: the next pass announces it again
@@ -287,7 +288,8 @@ class TieredWeights:
         The next stage is taken to need all of its own if this one needs nearly all.
         """
         experts = self._stage_experts[stage]
-        wanted, following = [experts[number] for number in numbers], self._stages.index(stage) + 1
+        wanted = [experts[number] for number in numbers]
+        following = self._stages.index(stage) + 1
         offloaded = [name for name in wanted if name in self._experts]
         routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
         self._tiers.stats.count_experts(num_tokens, len(wanted), routed_bytes)
@@ -476,8 +478,9 @@ class _StageView(StageWeights):
         stack = self._weights.stacks.get(f"{self._stage}.{name}.weight")
         if stack is None:
             return super().expert_linear(experts, name, x)
-        every = torch.arange(len(stack), device=x.device)
-        ends = torch.searchsorted(experts.numbers, every, right=True, out_int32=True)
+        stacked = torch.arange(len(stack), device=x.device)
+        # rows are in the order of their experts' numbers
+        ends = torch.searchsorted(experts.numbers, stacked, right=True, out_int32=True)
         return torch.nn.functional.grouped_mm(x, stack.mT, offs=ends)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
