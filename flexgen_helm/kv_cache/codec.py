@@ -146,7 +146,7 @@ class Codec(ABC):
         in the window.
         """
 
-    def allocate(self, slots: int, units: int, allocate: Allocate) -> Planes:
+    def new_planes(self, slots: int, units: int, allocate: Allocate) -> Planes:
         """Allocate the planes of a layer."""
         return tuple(
             allocate(plane.memory_shape(slots, units), plane.dtype) for plane in self.planes

@@ -255,7 +255,7 @@ class HostStorage(FetchedStorage):
             arrived = self._to_device(used)
             if not new_units:
                 return Fetched(arrived)
-            wider = codec.allocate(num_slots, units, partial(zeros, device=self._tiers.device))
+            wider = codec.new_planes(num_slots, units, partial(zeros, device=self._tiers.device))
             for plane, new, old in zip(codec.planes, wider, arrived):
                 plane.by_unit(new)[:, : units - new_units] = plane.by_unit(old)
             return Fetched(wider)
@@ -322,7 +322,7 @@ class DiskStorage(FetchedStorage):
         codec, file_counts = self._codec, list(zip(self._slots, counts))
 
         def fetch() -> Fetched:
-            on_host = codec.allocate(len(counts), units, partial(zeros, device=_HOST))
+            on_host = codec.new_planes(len(counts), units, partial(zeros, device=_HOST))
             num_bytes = self._layout.read(self._file, layer, file_counts, on_host)
             self._tiers.stats.count_bytes("disk_to_cpu", "cache", num_bytes)
             return Fetched(self._to_device(on_host[: codec.num_fetched_planes]), on_host)

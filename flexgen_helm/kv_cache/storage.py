@@ -110,7 +110,7 @@ class MemoryStorage(Storage):
 
     def add_layer(self) -> None:
         """Allocate the next layer."""
-        self._layers.append(self._codec.allocate(self._num_slots, self.units, self._allocate))
+        self._layers.append(self._codec.new_planes(self._num_slots, self.units, self._allocate))
 
     def gather(self, sources: Sequence[SlotSource]) -> None:
         """Copy slots of other blocks, which lose their tensors; at most one layer exists twice at

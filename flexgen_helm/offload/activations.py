@@ -65,16 +65,17 @@ class ActivationStore:
         tiers = (compute_tier, *(t for t in TIERS if t != compute_tier))
         last = next(tier for tier in reversed(tiers) if self._fractions[tier] > 0)
         stored = self._batches[batch] = _StoredBatch(hidden.shape, hidden[:0])
-        first, share = 0, 0.0
+        num_stored, share = 0, 0.0  # rows and share of the tiers so far
         for tier in tiers:
             share += self._fractions[tier]
             end = num_rows if tier == last else round(min(share, 1.0) * num_rows)
-            wanted = max(0, end - first) if self._fractions[tier] > 0 else 0
-            rows = self._claim_rows(stored, tier, wanted, row_bytes, tier == last)
-            part, first = hidden[first : first + rows], first + rows
+            wanted = max(0, end - num_stored) if self._fractions[tier] > 0 else 0
+            num_claimed = self._claim_rows(stored, tier, wanted, row_bytes, tier == last)
+            part = hidden[num_stored : num_stored + num_claimed]
+            num_stored += num_claimed
             if tier == compute_tier:
                 stored.resident = part
-            elif rows:
+            elif num_claimed:
                 stored.stores[tier] = self._store_async(batch, tier, part)
             if tier == last:
                 break
@@ -85,7 +86,10 @@ class ActivationStore:
     def _claim_rows(
         self, stored: _StoredBatch, tier: Tier, rows: int, row_bytes: int, needs_all: bool
     ) -> int:
-        """Claim memory for up to `rows` rows; return how many have room."""
+        """Claim memory for up to `rows` rows; return how many have room.
+
+        needs_all: raise `MemoryLimitError` if not all have.
+        """
         ledger = self._tiers.ledgers[tier]
         while rows:
             try:

@@ -151,7 +151,7 @@ class TieredWeights:
                 stage: self._streamed_matrices(stage, placement.staging_bytes)
                 for stage in self._stages
             }
-            self._shared = {
+            self._shared_stages = {
                 stage
                 for stage, experts in self._stage_experts.items()
                 if not self._experts.keys().isdisjoint(experts)
@@ -249,7 +249,7 @@ class TieredWeights:
 
         What else the stage needs must stay in the staging ring meanwhile.
         """
-        return stage in self._shared
+        return stage in self._shared_stages
 
     def holds_experts(self, stage: str) -> bool:
         """Whether all experts of a stage rest on a device."""
