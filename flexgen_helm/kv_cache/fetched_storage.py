@@ -397,7 +397,8 @@ class StepLayout:
 
     def read(self, file: DirectFile, layer: int, slots: FileSlots, planes: Planes) -> int:
         """Fill planes with the first units of slots; return the bytes read."""
-        layer_offset, num_bytes, specs = layer * self._layer_bytes, 0, self._planes
+        layer_offset, num_bytes = layer * self._layer_bytes, 0
+        specs, dtype = self._planes, self._planes[0].dtype
         steps = min(
             self._ring, max(0, max(count - self._prompt_tokens[slot] for slot, count in slots))
         )
@@ -405,13 +406,12 @@ class StepLayout:
             prompt = min(count, self._prompt_units[slot])
             if prompt and steps < self._ring:  # else newer tokens have taken its units
                 shape = specs[0].memory_shape(len(specs), self._prompt_units[slot])
-                stored = file.read_tensor(layer_offset + self._offsets[slot], shape, specs[0].dtype)
+                stored = file.read_tensor(layer_offset + self._offsets[slot], shape, dtype)
                 num_bytes += stored.nbytes
                 for plane, target, data in zip(specs, planes, stored):
                     plane.by_unit(target)[row, :prompt] = plane.by_unit(data[None])[0, :prompt]
         if steps:
             # Each step fills whole pages; what is behind its tokens is read and left out.
-            dtype = specs[0].dtype
             width = self._step_bytes // dtype.itemsize
             used = sum(prod(plane.shape) for plane in specs)
             data = file.read_tensor(layer_offset + self._steps_offset, (steps, width), dtype)

@@ -35,7 +35,8 @@ from flexgen_helm.checkpoint.stored_tensors import StoredRows
 from flexgen_helm.errors import OffloadError
 from flexgen_helm.kernels.team import stay_alone
 from flexgen_helm.models.config import expert_number, expert_of
-from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles
+from flexgen_helm.offload.disk import CheckpointFile, DirectFile
+from flexgen_helm.offload.offload_directory import WeightFiles
 from flexgen_helm.offload.pages import Pages, pages
 from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.transfer_manager import TransferManager

@@ -191,36 +191,38 @@ class TieredWeights:
             self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
 
     def _group_experts(self) -> None:
-        """Group the offloaded matrices of experts by expert, and the names of all experts by
-        stage.
+        """Group the offloaded matrices of experts by expert, and the names of all experts by stage,
+        in the order of their numbers.
         """
-        of_experts: dict[str, dict[str, OffloadedMatrix]] = {}
+        by_expert: dict[str, dict[str, OffloadedMatrix]] = {}
         for name, weight in self.tensors.items():
             if weight.offloaded and weight.expert:
-                of_experts.setdefault(weight.expert, {})[name] = weight.offloaded
-        self._experts = {expert: Expert(matrices) for expert, matrices in of_experts.items()}
+                by_expert.setdefault(weight.expert, {})[name] = weight.offloaded
+        self._experts = {expert: Expert(matrices) for expert, matrices in by_expert.items()}
         self._stages = stage_names(self._config)
-        self._stage_experts: dict[str, list[str]] = {}  # by number
-        for stage in self._stages:
-            experts = {
-                expert
-                for name, _ in self._config.stage_tensors(stage)
-                if (expert := expert_of(name))
-            }
-            self._stage_experts[stage] = sorted(experts, key=expert_number)
+        self._stage_experts = {
+            stage: sorted(
+                {
+                    expert
+                    for name, _ in self._config.stage_tensors(stage)
+                    if (expert := expert_of(name))
+                },
+                key=expert_number,
+            )
+            for stage in self._stages
+        }
 
     @property
     def are_converted(self) -> bool:
         """Whether a product brings its weights to the compute dtype, from another dtype or
         packed.
         """
-        multiplied = [
-            weight
+        # A packed matrix is of bytes.
+        return any(
+            weight.dtype != self.dtype
             for name, weight in self.tensors.items()
             if not _is_table(name) and (weight.resident is None or weight.resident.dim() > 1)
-        ]
-        # A packed matrix is of bytes.
-        return any(weight.dtype != self.dtype for weight in multiplied)
+        )
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
         """Begin to load what the next visits need, as far ahead as the staging ring has room. Does
@@ -294,9 +296,12 @@ class TieredWeights:
         routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
         self._tiers.stats.count_experts(num_tokens, len(wanted), routed_bytes)
         if self.streamer is not None:
-            expected: Sequence[str] = ()
-            if following < len(self._stages) and len(wanted) >= ALL_EXPERTS_FROM * len(experts):
-                expected = self._stage_experts[self._stages[following]]
+            needs_all = len(wanted) >= ALL_EXPERTS_FROM * len(experts)
+            expected = (
+                self._stage_experts[self._stages[following]]
+                if needs_all and following < len(self._stages)
+                else []
+            )
             self.streamer.use(offloaded, [name for name in expected if name in self._experts])
 
     def close(self) -> None:
@@ -315,19 +320,21 @@ class TieredWeights:
     def _load_resident(
         self, loader: MatrixLoader, name: str, shape: tuple[int, ...], compute_copies: bool
     ) -> Weight:
-        fmt, device_tier = loader.format_of(name), self._tiers.compute_tier
-        if len(shape) > 1 and not compute_copies:
-            self._claim(device_tier, "weights", loader.num_bytes(name))
-            return Weight(
-                shape[0], shape[-1], fmt, loader.to_device(name), order=loader.order(name)
-            )
+        """Load a tensor to the compute device; with `compute_copies` also a matrix in the compute
+        dtype.
+        """
+        fmt, keeps_format = loader.format_of(name), len(shape) > 1 and not compute_copies
         dtype = torch.float32 if self._config.has_float32(name) else self.dtype
-        self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
-        if fmt is not None:
-            copy = dequantize_tiled(loader.to_device(name), fmt, shape[0], shape[1], self.dtype)
+        num_bytes = loader.num_bytes(name) if keeps_format else prod(shape) * dtype.itemsize
+        self._claim(self._tiers.compute_tier, "weights", num_bytes)
+        if keeps_format:
+            resident = loader.to_device(name)
+        elif fmt is None:
+            resident = loader.to_device(name, dtype)
         else:
-            copy = loader.to_device(name, dtype)
-        return Weight(shape[0], shape[-1], None, copy, order=loader.order(name))
+            packed = loader.to_device(name)
+            resident, fmt = dequantize_tiled(packed, fmt, shape[0], shape[1], self.dtype), None
+        return Weight(shape[0], shape[-1], fmt, resident, order=loader.order(name))
 
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
         slot_bytes = max(expert.num_bytes for expert in self._experts.values())
@@ -391,11 +398,14 @@ class TieredWeights:
         if that lets the whole stage fit, because a stage that does not fit is loaded again for
         every batch.
         """
-        unit_bytes = [max(1, min(_MAX_UNIT_BYTES, capacity // 3 - ring_bytes(0, 0)))]
-        while unit_bytes[-1] // 2 >= _MIN_UNIT_BYTES:
-            unit_bytes.append(unit_bytes[-1] // 2)
-        choices = [self._cut(stage, size) for size in unit_bytes]
-        return next((matrices for matrices in choices if fits(matrices, capacity)), choices[0])
+        unit_bytes = max(1, min(_MAX_UNIT_BYTES, capacity // 3 - ring_bytes(0, 0)))
+        largest = matrices = self._cut(stage, unit_bytes)
+        while not fits(matrices, capacity):
+            unit_bytes //= 2
+            if unit_bytes < _MIN_UNIT_BYTES:
+                return largest
+            matrices = self._cut(stage, unit_bytes)
+        return matrices
 
     def _cut(self, stage: str, unit_bytes: int) -> list[StreamedMatrix]:
         """Return the offloaded matrices of a stage without its experts, cut into units of at most

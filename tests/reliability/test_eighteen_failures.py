@@ -35,7 +35,8 @@ import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import Engine, GenerationRequest, response_cache
 from flexgen_helm.engine import executor
 from flexgen_helm.errors import DiskFullError, NumericalError
-from flexgen_helm.offload.disk import DirectFile, OffloadDirectory
+from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.offload_directory import OffloadDirectory
 from flexgen_helm.offload.pages import pages
 from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.plugin.convert import to_generation_request
