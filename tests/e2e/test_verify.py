@@ -394,6 +394,7 @@ def test_records_of_other_machines(verify, suite, folder, change, sentence):
     assert done.returncode == (1 if "has the" in sentence else 0)
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_same_and_finds_what_is_changed(verify, suite):
     def change(content):
         completion = content["request_states"][2]["result"]["completions"][0]
@@ -417,6 +418,7 @@ def test_transformers_computes_the_same_and_finds_what_is_changed(verify, suite)
     assert "differs at '[0].text'" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_stranger_checks_a_bundle(verify, suite, folder, tmp_path):
     path = tmp_path / "s.jsonl.zst"
     done = verify("s", "--sample", "15", "--bundle", str(path))

@@ -103,6 +103,7 @@ def answered(folder):
     return folder / "out.jsonl"
 
 
+@pytest.mark.slow
 def test_one_changed_answer_among_200_is_found_where_it_is_drawn(run, answered, folder):
     """As the sample's draw says, and the untouched file is accepted."""
     check = partial(run, "verify", "out.jsonl", "--requests", "in.jsonl", "--sample", "50")
@@ -182,6 +183,7 @@ def test_whatever_is_changed_of_an_answer_is_found(run, few, folder, change):
     )
 
 
+@pytest.mark.slow
 def test_answers_of_a_batch_by_transformers_and_for_a_stranger(run, few, tmp_path):
     bundle = str(tmp_path / "few.jsonl.zst")
     done = run("verify", *few(), "--with", "transformers", "--bundle", bundle)

@@ -237,7 +237,8 @@ def bnb_int8(rng, out, into):
 
 
 def bnb_nf4(rng, out, into, nested=False):
-    table = torch.from_numpy(np.sort(rng.uniform(-1, 1, 16))).float()
+    # One table for all matrices, as bitsandbytes has one: a loop is compiled for each.
+    table = torch.from_numpy(np.sort(np.random.default_rng(0).uniform(-1, 1, 16))).float()
     codes = rng.integers(0, 16, out * into)
     blocks = -(-len(codes) // 64)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [out, into]}

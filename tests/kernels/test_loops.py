@@ -169,6 +169,7 @@ def test_a_system_that_forbids_writable_executable_memory(tmp_path):
     assert not any(reason == "compiled" for reason in reasons)
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_compiled_again_and_named(tmp_path):
     assert tried(tmp_path) == ({"compiled"}, [])
     for suffix in (".nbi", ".nbc"):

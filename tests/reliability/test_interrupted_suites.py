@@ -219,6 +219,7 @@ def test_a_home_that_cannot_be_written_costs_no_scores(suites, whole):
     assert same(suites, "readonly")
 
 
+@pytest.mark.slow
 def test_too_little_address_space_loses_nothing(suites, whole):
     """It is refused, because libraries may abort, and threads die, where an allocation fails."""
     outcome = suites.run("space", limits=[("RLIMIT_AS", 6 << 30)])

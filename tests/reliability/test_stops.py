@@ -263,6 +263,7 @@ def test_a_second_signal_changes_nothing(suites):
     assert process.returncode == 130 and "terminate called" not in rest, rest
 
 
+@pytest.mark.slow
 def test_another_precision_goes_on_behind_nothing(suites):
     """Its answers are others."""
     stops, apart = Stops(suites, "precisions"), Stops(suites, "apart")
