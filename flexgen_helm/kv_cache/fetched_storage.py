@@ -173,12 +173,12 @@ class FetchedStorage(Storage):
                 ) from error
 
         future = self._tiers.store_async("cache", total_bytes(planes), store)
-        unfinished = [
+        not_stored = [
             earlier
             for earlier in self._stores.get(layer, ())
             if not earlier.done() or earlier.exception() is not None
         ]
-        self._stores[layer] = [*unfinished, future]
+        self._stores[layer] = [*not_stored, future]
 
     def _to_device(self, planes: Planes) -> Planes:
         return tuple(self._tiers.to_device(plane, "cache") for plane in planes)
