@@ -289,7 +289,7 @@ class DiskStorage(FetchedStorage):
 
     def write(self, layer: int, slot: int, planes: Planes) -> None:
         file_slot = self._slots[slot]
-        self._store_in(
+        self._store_on_disk(
             layer, planes, lambda on_host: self._layout.write(self._file, layer, file_slot, on_host)
         )
 
@@ -299,7 +299,7 @@ class DiskStorage(FetchedStorage):
             (self._slots[slot], unit)
             for slot, unit in zip(target.slots.numbers, target.index.numbers)
         ]
-        self._store_in(
+        self._store_on_disk(
             layer,
             planes,
             lambda on_host: self._layout.append(self._file, layer, file_slots, on_host),
