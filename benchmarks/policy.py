@@ -21,10 +21,11 @@ from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.cli.arguments import OutFile
 from flexgen_helm.engine.machine_profile import measured_profile
+from flexgen_helm.hardware.device_profile import simulated_gpu
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.planner import workload as planner_workload
 from flexgen_helm.planner.corrections import corrected, corrections
-from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem

@@ -123,3 +123,12 @@ def aligned(num_bytes: int) -> int:
 def aligned_read_bytes(num_bytes: int) -> int:
     """Bound the memory of an aligned read, which may begin before the bytes and end behind them."""
     return aligned(num_bytes) + 2 * ALIGNMENT
+
+
+# What the machine keeps for other programs: a share of a tier, and at least so many bytes.
+_MARGIN_SHARE, _MARGIN_BYTES = 0.1, 1 << 30
+
+
+def without_margin(free: float, total: float) -> int:
+    """Return the usable bytes of `free` bytes on a tier of `total` bytes."""
+    return max(0, int(free - max(_MARGIN_BYTES, _MARGIN_SHARE * total)))

@@ -159,4 +159,4 @@ def proved_by_the_tests(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 @pytest.fixture
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring's least size is more than all weights of a tiny model."""
-    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 17)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 17)

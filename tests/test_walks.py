@@ -21,7 +21,7 @@ from flexgen_helm.files import closest
 from flexgen_helm.offload.matrices import OffloadedMatrix
 from flexgen_helm.offload.prefetcher import RingSlot, StreamedMatrix
 from flexgen_helm.offload.weights import Weight
-from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 
@@ -231,7 +231,7 @@ def climbs_of(work, order):
 
 def test_the_walk_along_a_run_goes_up_where_the_page_says_so(tiny, tmp_path, monkeypatch):
     """Streamed weights, so that the run is searched; and it is compared, so that it teaches."""
-    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
     path, page = tiny("llama").path, PAGE.read_text()
     limit = int(0.9 * sum(StorageSizes(read_model_config(path)[0]).matrices.values()))
     prompts = [[2 + (5 * number + i) % 300 for i in range(12)] for number in range(9)]

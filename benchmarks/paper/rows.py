@@ -32,7 +32,7 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
 from flexgen_helm.planner.affine import CACHE, HIDDEN, WEIGHTS, fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
-from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.policy import BlockShape
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import Solution, search
 from flexgen_helm.planner.workload import Workload
@@ -222,7 +222,7 @@ def on_devices(hardware: HardwareProfile) -> list[Row]:
         problem, policy, _ = row_problem(main_line, hardware)
         costs = predict_row(main_line, hardware)
         if gpus > 1:
-            found = search(replace(problem, ranks=gpus), (ZIGZAG,))
+            found = search(replace(problem, ranks=gpus), ZIGZAG)
             costs, policy = found.prediction, found.policy
         for metric, rate in (
             ("generation", costs.tokens_per_s),
@@ -279,7 +279,7 @@ def _searched(model: str, workload: Workload, precision: Precision = FP16) -> So
     problem = SYSTEMS["flexgen"](
         entry.config, hardware, workload, precision, compute_bytes=2, limits={}
     )
-    return search(full_memory(problem), (ZIGZAG,))
+    return search(full_memory(problem), ZIGZAG)
 
 
 def _predicted(line: Row) -> Row:

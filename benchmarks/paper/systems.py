@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from flexgen_helm.hardware.profile import HardwareProfile, Link
 from flexgen_helm.models.config import layer_stage
 from flexgen_helm.planner.affine import CD, CG, HC, HD, WC, WD, Affine, affine
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.policy import BlockShape
+from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.precisions import PAPER_GROUPS, PRECISIONS, Precision
 from flexgen_helm.tiers import Tier

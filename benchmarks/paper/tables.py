@@ -28,7 +28,7 @@ from flexgen_helm.engine.machine_profile import profile_named
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import count
 from flexgen_helm.hardware.profile import HardwareProfile, load_profile
-from flexgen_helm.planner.measured_range import MeasuredRange, spread_of
+from flexgen_helm.planner.measured_range import MeasuredRange, measured_range
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
@@ -77,7 +77,7 @@ def evaluate_csv(path: Path, hardware: HardwareProfile) -> dict[str, Any]:
                 "error": prediction.tokens_per_s / measured - 1 if measured > 0 else None,
             }
         )
-    return {"rows": rows, "summary": summarize(rows, spread_of(hardware))}
+    return {"rows": rows, "summary": summarize(rows, measured_range(hardware))}
 
 
 def main(file: Path, hardware: str = "t4") -> None:
@@ -133,7 +133,7 @@ def summarize(rows: list[dict[str, Any]], spread: MeasuredRange) -> dict[str, An
             by_system.setdefault(system, []).append(row["error"])
     errors = [error for of_system in by_system.values() for error in of_system]
     # 1 + error: measured by predicted time
-    within = sum(spread.holds(1 + error) for error in errors)
+    within = sum(spread.low <= 1 + error <= spread.high for error in errors)
     return {
         **_errors(errors),
         "by_system": {system: _errors(of_system) for system, of_system in by_system.items()},

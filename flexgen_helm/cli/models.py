@@ -117,7 +117,7 @@ def this_machine() -> MachineLimits:
     from flexgen_helm.engine.machine_profile import load_saved
     from flexgen_helm.files import existing_folder
     from flexgen_helm.hardware.host_memory import host_memory
-    from flexgen_helm.planner.problem import without_margin
+    from flexgen_helm.tiers import without_margin
 
     folder = state_dir() / "offload"
     memory, saved = host_memory(), load_saved(folder)

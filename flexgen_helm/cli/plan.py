@@ -274,7 +274,7 @@ def _print_speed(planned: Plan, model: str, by_precision: Mapping[str, Plan | No
             f"{rate_text(planned.sequences_per_h)} sequences/h"
         )
         console.print(f"{speed}: {spelled_duration(prediction.latency_s)}")
-        console.print(f"The range: {planned.spread.source}.")
+        console.print(f"The range: {planned.range.source}.")
         if by_precision:
             print_table([_precision_row(*item) for item in by_precision.items()])
 
@@ -314,7 +314,7 @@ def _print_remarks(planned: Plan) -> None:
 
 
 def _print_how_to_run(command: Sequence[str], hardware: str, has_entries: bool) -> None:
-    from flexgen_helm.planner.problem import MEASURED
+    from flexgen_helm.hardware.profile import MEASURED
 
     machine = "" if hardware == MEASURED else f" on {hardware}"
     entries = ", with your own run entries" if has_entries else ""

@@ -79,8 +79,9 @@ def problem_for(
 ) -> PlanningProblem:
     """Return the planning problem of a uniform workload; num_seqs: None for one without end."""
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
-    from flexgen_helm.planner.plan import planning_problem, profile_for_device
-    from flexgen_helm.planner.problem import MEASURED
+    from flexgen_helm.hardware.device_profile import profile_for_device
+    from flexgen_helm.hardware.profile import MEASURED
+    from flexgen_helm.planner.plan import planning_problem
     from flexgen_helm.planner.workload import Workload
 
     config, model = asked.config, asked.model

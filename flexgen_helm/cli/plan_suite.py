@@ -205,7 +205,7 @@ def _sample(planned: SuitePlan, left_s: float) -> dict[str, Any]:
             / 1000
         )
 
-    expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.plan.spread.high)
+    expected, least = share(1.0, left_s), share(ANSWER_FACTOR, left_s / planned.plan.range.high)
     entries = [
         {
             "entry": entry.entry,
@@ -236,7 +236,7 @@ def _print(planned: SuitePlan, model: str, commands: Sequence[Sequence[str]]) ->
             "once."
         )
     console.print(
-        f"{way}: {spelled_duration(total.seconds)}. The range: {plan.spread.source}.{slower}"
+        f"{way}: {spelled_duration(total.seconds)}. The range: {plan.range.source}.{slower}"
     )
     if planned.by_precision:
         print_table([_precision_row(*item) for item in planned.by_precision.items()])

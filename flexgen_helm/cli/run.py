@@ -177,8 +177,9 @@ def _check_memory(flags: Namespace, engine: EngineOptions) -> None:
     if config.limits.cpu is None or config.fixed_policy is not None or not is_cpu:
         return
     from flexgen_helm.checkpoint.names import planned_precision, read_model_config
-    from flexgen_helm.planner.placement import Machine, StorageSizes
-    from flexgen_helm.planner.weight_placement import least_limit, require_least_memory
+    from flexgen_helm.planner.least_memory import least_limit, require_least_memory
+    from flexgen_helm.planner.machine import Machine
+    from flexgen_helm.planner.storage_sizes import StorageSizes
 
     refused: dict[int, MemoryLimitError] = {}
     machine = Machine({"gpu": 0, "cpu": config.limits.cpu, "disk": 0}, "cpu")

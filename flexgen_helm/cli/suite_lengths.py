@@ -108,7 +108,7 @@ class PromptReader:
         assert planned is not None
         lengths = []
         for request in encoded.distinct:
-            limit = max(1, request.request.max_tokens)
+            limit = max(1, request.original.max_tokens)
             expected = _reference_tokens(states[request.indices[0]], encoder.encode) or limit
             tokens = max(1, len(request.tokens)), min(limit, expected), limit
             lengths += [tokens] * request.num_completions

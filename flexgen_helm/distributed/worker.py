@@ -285,7 +285,7 @@ def limits_of_share(config: EngineConfig, share: float) -> EngineConfig:
     from flexgen_helm.checkpoint.paths import state_dir
     from flexgen_helm.engine.device import tier_capacities
     from flexgen_helm.hardware.host_memory import host_memory
-    from flexgen_helm.planner.problem import without_margin
+    from flexgen_helm.tiers import without_margin
 
     folder = Path(config.offload_dir) if config.offload_dir is not None else state_dir() / "offload"
     total = host_memory().total

@@ -15,11 +15,10 @@ from flexgen_helm.hardware.processor import processor_name
 from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
-from flexgen_helm.planner.problem import without_margin
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, report
 from flexgen_helm.request import MemoryLimits
-from flexgen_helm.tiers import TIERS, Tier, limit_flag
+from flexgen_helm.tiers import TIERS, Tier, limit_flag, without_margin
 
 
 def open_device(

@@ -400,7 +400,7 @@ class Engine:
         """
         ledgers = self._tiers.ledgers
         on_disk = sum(self.placement.bytes_on("disk").values())
-        reads = PassReads(self._tiers.stats, on_disk, self.placement.all_staging_bytes)
+        reads = PassReads(self._tiers.stats, on_disk, self.placement.staging.num_bytes)
 
         def with_memory(bare: Progress) -> None:
             in_use: dict[str, int] = {

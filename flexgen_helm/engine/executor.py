@@ -45,7 +45,8 @@ from flexgen_helm.offload.uploads import upload
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.workspace import Workspace, widest_matrix
 from flexgen_helm.request import DrawnToken, TopLogprobs
-from flexgen_helm.scheduling.sequence import Batch, PromptScores, SamplingParams, Sequence
+from flexgen_helm.scheduling.sampling_params import SamplingParams
+from flexgen_helm.scheduling.sequence import Batch, PromptScores, Sequence
 from flexgen_helm.scheduling.stage_visits import StageVisit, WorkItem, stage_visits
 from flexgen_helm.tiers import UNLIMITED
 

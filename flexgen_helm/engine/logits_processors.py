@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.generation_config import SAMPLED, GenerationSettings
 from flexgen_helm.errors import CheckpointError
-from flexgen_helm.scheduling.sequence import SamplingParams
+from flexgen_helm.scheduling.sampling_params import SamplingParams
 
 # Logits divided by it are still finite in float32, and leave the most probable token alone.
 _LEAST_TEMPERATURE = 1e-30

@@ -24,12 +24,11 @@ from flexgen_helm.checkpoint.system_errors import explain
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import existing_folder, replace_text, require_writable
+from flexgen_helm.hardware.device_profile import profile_for_device
 from flexgen_helm.hardware.processor import processor_name
-from flexgen_helm.hardware.profile import HardwareProfile, load_profile
+from flexgen_helm.hardware.profile import MEASURED, HardwareProfile, load_profile
 from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
-from flexgen_helm.planner.plan import profile_for_device
-from flexgen_helm.planner.problem import MEASURED
 from flexgen_helm.progress import Message, ProgressPhase, report
 from flexgen_helm.tiers import Tier
 

@@ -44,9 +44,10 @@ from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights_at_rest import WeightsAtRest
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.progress import Message, ModelInUse, ProgressPhase, report

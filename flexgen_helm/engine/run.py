@@ -16,16 +16,23 @@ from flexgen_helm.errors import MemoryLimitError, NumericalError, RequestError
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.progress import KEEP_EVERY_S
 from flexgen_helm.request import Cost, DrawnToken, GenerationResult, Progress
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, PrefixNode, dissolve, prefixes_of
-from flexgen_helm.scheduling.prepare import make_sequences, shared_prefixes, token_refusal
+from flexgen_helm.scheduling.forecast import AnswerLengths
+from flexgen_helm.scheduling.prefix_tree import (
+    PrefixCostModel,
+    PrefixNode,
+    dissolve,
+    prefixes_of,
+    shared_prefixes,
+)
+from flexgen_helm.scheduling.prepare import token_refusal
 from flexgen_helm.scheduling.scheduler import Scheduler
 from flexgen_helm.scheduling.sequence import (
-    AnswerLengths,
     Batch,
     Request,
     ScheduledTokens,
     Sequence,
     SequenceKind,
+    make_sequences,
 )
 from flexgen_helm.scheduling.stage_visits import work_items
 from flexgen_helm.tiers import MEMORY_ADVICE
@@ -212,7 +219,7 @@ class Run:
         """Return the sequences to compute, each shared prefix before its users."""
         computed = []
         for request in requests:
-            scores = request.request.echo_logprobs and len(request.tokens) > 1
+            scores = request.original.echo_logprobs and len(request.tokens) > 1
             if request.unfinished or scores:
                 computed.append(request)
             else:
@@ -227,7 +234,9 @@ class Run:
                 slot_overhead=limits.slot_overhead,
                 step_overhead=limits.step_overhead,
             )
-            forest = shared_prefixes(computed, cost, not self._cache.shares_prompts)
+            by_completion = not self._cache.shares_prompts
+            users = (request.prefix_users(by_completion) for request in computed)
+            forest = shared_prefixes(users, cost)
             while not self._has_room(forest):  # prefixes that save least are dissolved first
                 prefixes = sorted(prefixes_of(forest), key=lambda prefix: prefix.saved)
                 forest = dissolve(forest, set(prefixes[: -(-len(prefixes) // 8)]))
@@ -294,7 +303,7 @@ class Run:
         self, node: PrefixNode, prefixes: tuple[Sequence, ...], requests: abc.Sequence[Request]
     ) -> Sequence:
         users = [requests[user] for user in dict.fromkeys(node.users)]
-        scored = any(user.request.echo_logprobs for user in users)
+        scored = any(user.original.echo_logprobs for user in users)
         return Sequence(
             SequenceKind.SHARED_PREFIX,
             tuple(users),
@@ -305,8 +314,8 @@ class Run:
             max_new_tokens=1,
             needs_cache=True,
             needs_scores=scored,
-            needs_greedy=any(user.request.echo_greedy for user in users),
-            num_top=max(user.request.top_logprobs for user in users),
+            needs_greedy=any(user.original.echo_greedy for user in users),
+            num_top=max(user.original.top_logprobs for user in users),
             next_token=users[0].tokens[node.end] if scored else None,
         )
 
@@ -464,7 +473,7 @@ class Run:
                 0,
                 prompt.start + prompt.prompt_len,
                 prefixes,
-                max_new_tokens=prompt.request.request.max_tokens,
+                max_new_tokens=prompt.request.original.max_tokens,
                 num_draws=1,
                 first_completion=index,
                 needs_cache=True,

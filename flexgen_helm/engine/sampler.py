@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.offload.uploads import upload
-from flexgen_helm.scheduling.sequence import SamplingParams
+from flexgen_helm.scheduling.sampling_params import SamplingParams
 from flexgen_helm.tiers import SAMPLED_ELEMENTS, Tier
 
 # What each row of logits says: its largest tokens, and what its log-probabilities are normalized

@@ -24,6 +24,8 @@ SPECS = "flexgen_helm.hardware.specs"
 # Dtype of weights -> name of its products in float32, where they are faster than those with weights
 # in float16.
 PRODUCT_BY_WEIGHT = {"bfloat16": "float32 x bfloat16"}
+# Name of this machine's measured profile.
+MEASURED = "measured"
 # Source of all rates of a machine that was measured.
 PROFILED = "measured by flexgen-helm profile"
 

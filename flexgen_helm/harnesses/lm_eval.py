@@ -63,19 +63,21 @@ _NEUTRAL_ARGUMENTS: Mapping[str, Any] = {
     "dtype": ("auto", "float16"),
     "parallelize": (False,),
 }
-# Options that the harness has arguments of its own for.
-_HARNESS_SETS = {
+# Options that the harness sets: name -> its flag.
+_FLAGS_OF_HARNESS = {
     "apply_chat_template": "--apply_chat_template",
     "chat_template": "--apply_chat_template",
     "system_prompt": "--system_instruction",
 }
+# Settings of generation that requests have.
 _SAMPLING = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
 # Settings of generation that change nothing at these values.
 _NEUTRAL_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "top_k": (0, -1), "min_p": (0,), "num_beams": (1,), "repetition_penalty": (1,),
     "num_return_sequences": (1,), "skip_special_tokens": (True,), "use_cache": (True,),
 }  # fmt: skip
-_ONLY_SAMPLED = {"temperature", "top_p", "top_k", "min_p"}
+# Settings that greedy answers ignore.
+_SAMPLING_ONLY = {"temperature", "top_p", "top_k", "min_p"}
 _END_OF_TURN = "<the turn goes on from here> "  # no template changes it
 
 
@@ -189,7 +191,7 @@ class FlexgenLM(TemplateLM):
             self._think_end = _ThinkEnd.of(
                 self.tokenizer, think_end_token, format_.marks.end if format_ else None
             )
-        self._scored: Sequence[Instance] = ()  # whose documents errors name
+        self._scored: Sequence[Instance] = ()  # those of the call; errors name their documents
         if self._think_end is None and self._model.config.thinking_budget is not None:
             raise UsageError(
                 "thinking_budget needs think_end_token, which says where thinking ends"
@@ -352,8 +354,8 @@ class FlexgenLM(TemplateLM):
             ]
             for text in texts
         ]
-        scores = iter(self._score([window for of_text in windows for window in of_text]))
-        sums = [math.fsum(next(scores).logprob for _ in of_text) for of_text in windows]
+        scores = iter(self._score([window for text_windows in windows for window in text_windows]))
+        sums = [math.fsum(next(scores).logprob for _ in text_windows) for text_windows in windows]
         for text, total in zip(texts, sums):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return sums
@@ -365,7 +367,7 @@ class FlexgenLM(TemplateLM):
     ) -> list[Score]:
         """Score pairs of context and continuation; instances: those that errors name."""
         encoded = [EncodedPair(context, continuation) for context, continuation in pairs]
-        _say_cut(
+        _warn_of_cut(
             len(pair.context) + len(pair.continuation) - self.max_length - 1 for pair in encoded
         )
         scoring = []
@@ -391,7 +393,7 @@ class FlexgenLM(TemplateLM):
             seed_text = f"{draw_name}/{num_draws[draw_name]}"
             with _naming(request):
                 generations.append(self._generation(context, settings, seed_text))
-        _say_cut(generation.excess for generation in generations)
+        _warn_of_cut(generation.excess for generation in generations)
         results = self._compute([generation.request for generation in generations])
         answers = []
         for request, generation, result in zip(requests, generations, results):
@@ -400,12 +402,16 @@ class FlexgenLM(TemplateLM):
         return answers
 
     def _generation(self, context: str, settings: Mapping[str, Any], seed_text: str) -> _Generation:
-        """Return the request for an answer. seed_text: what random draws depend on."""
+        """Return the request for an answer.
+
+        seed_text: what random draws depend on.
+        Raises `UsageError` for settings that are not supported.
+        """
         normalized: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         is_sampled = bool(normalized["do_sample"])
         from_file = self._generation_settings
         for name, value in normalized.items():
-            if name in _SAMPLING or value is None or (name in _ONLY_SAMPLED and not is_sampled):
+            if name in _SAMPLING or value is None or (name in _SAMPLING_ONLY and not is_sampled):
                 continue
             if name in from_file.applied:
                 if value != from_file.applied[name]:
@@ -437,6 +443,7 @@ class FlexgenLM(TemplateLM):
             if think_end is not None and think_end.engine_knows_it
             else None
         )
+        # Stop strings end drawing, unless only `_answer_text` knows where thinking ends.
         while_drawing = stops if think_end is None or thinking is not None else []
         request = GenerationRequest(
             prompt_token_ids=tuple(ids[-room:]),
@@ -454,17 +461,13 @@ class FlexgenLM(TemplateLM):
     def _answer_text(self, completion: Completion, stops: list[str]) -> str:
         """Return the answer: behind thinking, before the first stop string."""
         ids, think_end = list(completion.token_ids), self._think_end
+        marker = think_end and think_end.text
         if think_end is None or think_end.id not in ids:
-            return str(
-                postprocess_generated_text(
-                    self.tokenizer.decode_plain(ids), stops, think_end and think_end.text
-                )
-            )
-        # By id: a special token has no text in an answer.
-        behind = ids[len(ids) - ids[::-1].index(think_end.id) :]
-        return str(
-            postprocess_generated_text(self.tokenizer.decode_plain(behind).lstrip(), stops, None)
-        )
+            text = self.tokenizer.decode_plain(ids)
+        else:  # by id: a special token has no text in an answer
+            answer_ids = ids[len(ids) - ids[::-1].index(think_end.id) :]
+            text, marker = self.tokenizer.decode_plain(answer_ids).lstrip(), None
+        return str(postprocess_generated_text(text, stops, marker))
 
     def _compute(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Compute requests as one block. Raises the first error of a request, after all others are
@@ -487,16 +490,16 @@ def engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
     flags: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in _HARNESS_SETS:
+        if name in _FLAGS_OF_HARNESS:
             raise UsageError(
-                f"{name} is no model argument here; use the harness's {_HARNESS_SETS[name]}"
+                f"{name} is no model argument here; use the harness's {_FLAGS_OF_HARNESS[name]}"
             )
         if name in FLAGS:
             flags[name] = value
         elif name in OPTIONS:
             options[name] = value
         elif value not in _NEUTRAL_ARGUMENTS.get(name, ()):
-            known = sorted({*FLAGS, *OPTIONS} - set(_HARNESS_SETS) - {"chat_template"})
+            known = sorted({*FLAGS, *OPTIONS} - set(_FLAGS_OF_HARNESS) - {"chat_template"})
             meant = question(name, known, f"the engine's are {', '.join(known)}").strip()
             raise UsageError(f"model argument {name}={value!r} is not supported; {meant}")
     return {**options, **options_of_flags(flags)}
@@ -504,7 +507,7 @@ def engine_options(arguments: Mapping[str, Any]) -> EngineOptions:
 
 @contextmanager
 def _naming(request: Instance) -> Iterator[None]:
-    """Name task and document in an error that a request leads to."""
+    """Name the task and the document of a request in an error that is raised meanwhile."""
     try:
         yield
     except (RequestError, UsageError) as error:
@@ -512,7 +515,7 @@ def _naming(request: Instance) -> Iterator[None]:
         raise kind(f"document {request.doc_id} of {request.task_name}: {error}") from error
 
 
-def _say_cut(excesses: Iterable[int]) -> None:
+def _warn_of_cut(excesses: Iterable[int]) -> None:
     """Warn of contexts that lose their first tokens; excesses: by how many tokens each text is too
     long.
     """

@@ -20,8 +20,11 @@ from flexgen_helm.report.verification import one_line
 
 
 def _raise_unsaved(record: logging.LogRecord, folder: str | None) -> bool:
-    """Raise the system's error by which results were not saved: the harness only logs that, and
-    ends with 0.
+    """Raise the system's error by which results were not saved: the harness only logs it, and its
+    exit code is 0.
+
+    A filter of the harness's log: it is called while the error is handled.
+    folder: that results are saved to; None where they are not.
     """
     error = sys.exc_info()[1]
     if isinstance(error, OSError):
@@ -51,14 +54,14 @@ def run_command(arguments: Sequence[str]) -> None:
         )
         parsed.device = parsed.device or device or "auto"
         if parsed.model == "flexgen":  # refused before the harness reads its tasks
-            arguments_of_model = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
-            engine_options(arguments_of_model.get("arguments", {}))
+            bound = signature(FlexgenLM).bind(**(parsed.model_args or {})).arguments
+            engine_options(bound.get("arguments", {}))  # those that the class does not name
     if folder := getattr(parsed, "include_path", None):
         for file in Path(folder).rglob("*.yaml"):
             with suppress(FileNotFoundError):  # a link to nothing, as editors make
                 file.open().close()  # the harness leaves out what it cannot read
-    refuse = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
-    logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(refuse)
+    raise_unsaved = partial(_raise_unsaved, folder=getattr(parsed, "output_path", None))
+    logging.getLogger("lm_eval.loggers.evaluation_tracker").addFilter(raise_unsaved)
     try:
         command.execute(parsed)
     except ValueError as error:  # of tasks and settings that the harness does not know

@@ -39,7 +39,9 @@ _SCORE_TOLERANCE = 1e-9  # of sums in another order
 class _LoggedDocument:
     """A line that the harness has logged for a document and a filter of its task.
 
-    kind: of the requests. answers: to each request; numbers, true and false are parsed.
+    requests: the arguments of each.
+    kind: name of the model's method that answers them.
+    answers: to each request, one for each repeat; numbers, true and false are parsed.
     """
 
     requests: list[tuple[Any, ...]]
@@ -58,26 +60,26 @@ class _LoggedDocument:
 
 
 class _ReplayedLM(FlexgenLM):
-    """Answers as the harness has logged them.
+    """A model that computes nothing: it answers as the harness has logged.
 
-    answers: those to each request of a document, by task and document.
+    answers: by task and document, those to each of its requests, one for each repeat.
     """
 
     answers: Mapping[tuple[Any, Any], Sequence[Sequence[Any]]] = {}
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Any]:
-        num_asked: Counter[int] = Counter()
+        num_repeats: Counter[int] = Counter()
         answers = []
         for request in requests:  # a repeated one is the same object
-            repeat = num_asked[id(request)]
+            repeat = num_repeats[id(request)]
             try:
-                of_document = self.answers[request.task_name, request.doc_id]
-                answers.append(of_document[request.idx][repeat])
+                document_answers = self.answers[request.task_name, request.doc_id]
+                answers.append(document_answers[request.idx][repeat])
             except LookupError:
                 raise FlexgenError(
                     f"{request.task_name}, document {request.doc_id} has no answer"
                 ) from None
-            num_asked[id(request)] += 1
+            num_repeats[id(request)] += 1
         return answers
 
     loglikelihood_rolling = generate_until = loglikelihood
@@ -88,13 +90,16 @@ def _evaluate_again(
 ) -> Any:
     """Return what the harness makes of logged answers: prompts, filters, metrics of documents, and
     results.
+
+    content: of the file of results.
+    lines: of documents, by task.
     """
     config, groups = content["config"], content["group_subtasks"]
     lm = _ReplayedLM(**_model_arguments(config, model, Service(EngineLoader())))
     lm.answers = {
         (task, line["doc_id"]): _LoggedDocument.parse(line).answers
-        for task, of_task in lines.items()
-        for line in of_task
+        for task, task_lines in lines.items()
+        for line in task_lines
     }
     task_files = [task["metadata"].get("config_source") for task in content["configs"].values()]
     folders = {Path(file).parent for file in task_files if file}
@@ -104,8 +109,9 @@ def _evaluate_again(
     )
     random.seed(config["random_seed"])
     np.random.seed(config["numpy_seed"])
-    below = {name for names in groups.values() for name in names}
-    loaded = manager.load([name for name in {**groups, **content["configs"]} if name not in below])
+    members = {name for names in groups.values() for name in names}  # come with their groups
+    names = [name for name in {**groups, **content["configs"]} if name not in members]
+    loaded = manager.load(names)
     for name, task in loaded["tasks"].items():
         if config["gen_kwargs"] and task.get_config("output_type") == "generate_until":
             task.set_config(key="generation_kwargs", value=config["gen_kwargs"], update=True)
@@ -149,8 +155,8 @@ def _check_scores(
     for name, old in content["results"].items():
         new = evaluated["results"].get(name)
         check.differences += disagreements(name, old, new, _SCORE_TOLERANCE)
-    for task, of_task in lines.items():
-        check.differences += _differing_documents(task, of_task, evaluated["samples"][task])
+    for task, task_lines in lines.items():
+        check.differences += _differing_documents(task, task_lines, evaluated["samples"][task])
     return check
 
 
@@ -203,7 +209,7 @@ def recorded_answers(results: Path) -> Recorded:
     config = content.get("config", {})
     record = config.get("flexgen_run", {})
     models: list[FlexgenLM] = []  # opened by the first answer
-    # By request: how often it was drawn for documents before each one.
+    # By request: how often it was drawn for documents before each one; each draw has another seed.
     draws_by_request: dict[str, dict[Any, int]] = defaultdict(dict)
 
     def as_recorded(task: str, line: Any) -> RecordedAnswer:

@@ -2,8 +2,8 @@
 body. No torch.
 
     parse_body(url, body)                    check every field; what is not known is refused by name
-    to_requests(asked, reader, model, …)     prompts and messages as ids, one request a prompt
-    to_body(asked, prompts, results, …)      choices with text or message, log-probabilities, usage
+    to_requests(parsed, reader, model, …)    prompts and messages as ids, one request a prompt
+    to_body(parsed, prompts, results, …)     choices with text or message, log-probabilities, usage
 
 What makes an answer random is in the request alone: `seed`, or where it is left out a text that the
 caller gives.
@@ -201,13 +201,13 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> RequestBody:
     """Return a checked body. Raises `ApiError` with one sentence that names the field."""
     kind = ENDPOINTS.get(url) if isinstance(url, str) else None
     if kind is None:
-        raise ApiError(f"url is {_short(url)}; it must be {' or '.join(ENDPOINTS)}", "url")
+        raise ApiError(f"url is {_shown(url)}; it must be {' or '.join(ENDPOINTS)}", "url")
     if not isinstance(body, dict):
-        raise ApiError(f"body is {_short(body)}; it must be an object", "body")
+        raise ApiError(f"body is {_shown(body)}; it must be an object", "body")
     fields_given = {
         name: value
         for name, value in body.items()
-        if value is not None and not _is_one(value, _NONE.get(name))
+        if value is not None and not _is_among(value, _LEFT_OUT.get(name))
     }
     if body.get("max_tokens") == -1:
         fields_given["max_tokens"] = None  # left out, it is 16 for a completion
@@ -215,7 +215,7 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> RequestBody:
     known = [name for name in kind.model_fields if name not in streaming]
     _drop_neutral(fields_given, known, {**_NEUTRAL, **_NEUTRAL_OF[url]}, url)
     if kind is ChatBody:
-        fields_given["messages"] = _messages(fields_given.get("messages"))
+        fields_given["messages"] = _checked_messages(fields_given.get("messages"))
     try:
         parsed = kind.model_validate(fields_given)
     except ValidationError as error:
@@ -223,7 +223,7 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> RequestBody:
         name, code = str(wrong[0]["loc"][0]), _CODES.get(wrong[-1]["type"], "invalid_type")
         if any(detail["type"] == "string_unicode" for detail in wrong):
             raise ApiError(f"{name} is not valid Unicode", name, "invalid_value") from None
-        expected, shown = kind.model_fields[name].description, _short(fields_given.get(name))
+        expected, shown = kind.model_fields[name].description, _shown(fields_given.get(name))
         if kind.model_fields[name].annotation is float:
             code = code.replace("integer", "decimal")
         raise ApiError(f"{name} is {shown}; it must be {expected}", name, code) from None
@@ -242,14 +242,14 @@ def _drop_neutral(fields_given: Json, known: Sequence[str], neutral: _Values, ur
     for name in [name for name in fields_given if name not in known]:
         if name not in neutral and name not in _IDENTIFIERS:
             meant = f"{question(name, known)}known are {', '.join(known)}"
-            text = f"{_short(name)} is not supported by {url}; {meant}"
+            text = f"{_shown(name)} is not supported by {url}; {meant}"
             raise ApiError(text, name[:60], "unknown_parameter")
         value = fields_given.pop(name)
         is_neutral = (
-            isinstance(value, str) if name in _IDENTIFIERS else _is_one(value, neutral[name])
+            isinstance(value, str) if name in _IDENTIFIERS else _is_among(value, neutral[name])
         )
         if not is_neutral:
-            text = f"{name} is {_short(value)}, which is not supported; leave it out"
+            text = f"{name} is {_shown(value)}, which is not supported; leave it out"
             raise ApiError(text, name, "unsupported_value")
 
 
@@ -302,6 +302,7 @@ def to_requests(
 
 
 def _seed(parsed: RequestBody, seed_text: str) -> int:
+    """Return the seed of a body, or what follows from `seed_text`; 0 where nothing is random."""
     if not parsed.temperature:
         return 0
     if parsed.seed is not None:
@@ -331,9 +332,9 @@ def to_body(
     for prompt, result in zip(prompts, results, strict=True):
         for completion in result.completions:
             if isinstance(parsed, CompletionBody):
-                choice = _text(parsed, prompt, result, completion, tokenizer)
+                choice = _completion_choice(parsed, prompt, result, completion, tokenizer)
             else:
-                choice = _message(parsed, completion, tokenizer)
+                choice = _chat_choice(parsed, completion, tokenizer)
             finish_reason = "length" if completion.finish_reason == "length" else "stop"
             choices.append({"index": len(choices), **choice, "finish_reason": finish_reason})
     prompt_tokens = sum(len(result.prompt_token_ids) for result in results)
@@ -351,7 +352,8 @@ def to_body(
     }
 
 
-def _message(parsed: RequestBody, completion: Completion, tokenizer: Tokenizer) -> Json:
+def _chat_choice(parsed: RequestBody, completion: Completion, tokenizer: Tokenizer) -> Json:
+    """Return the message of a chat's choice, and its log-probabilities."""
     logprobs = None
     if parsed.num_alternatives is not None:
         tokens = [*zip(completion.tokens, completion.token_ids, completion.logprobs)]
@@ -359,9 +361,9 @@ def _message(parsed: RequestBody, completion: Completion, tokenizer: Tokenizer) 
         logprobs = {
             "content": [
                 {
-                    **_token(text, token, logprob, tokenizer),
+                    **_token_entry(text, token, logprob, tokenizer),
                     "top_logprobs": [
-                        _token(_text_of(id_, tokenizer), id_, value, tokenizer)
+                        _token_entry(_text_of(id_, tokenizer), id_, value, tokenizer)
                         for id_, value in top
                     ],
                 }
@@ -372,7 +374,8 @@ def _message(parsed: RequestBody, completion: Completion, tokenizer: Tokenizer) 
     return {"message": message, "logprobs": logprobs}
 
 
-def _token(text: str, token: int, logprob: float, tokenizer: Tokenizer) -> Json:
+def _token_entry(text: str, token: int, logprob: float, tokenizer: Tokenizer) -> Json:
+    """Return a token of a chat as the API has it."""
     return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token))}
 
 
@@ -380,13 +383,16 @@ def _text_of(token: int, tokenizer: Tokenizer) -> str:
     return tokenizer.token_texts((token,))[0]
 
 
-def _text(
+def _completion_choice(
     parsed: CompletionBody,
     prompt: EncodedPrompt,
     result: GenerationResult,
     completion: Completion,
     tokenizer: Tokenizer,
 ) -> Json:
+    """Return the text of a completion's choice, and its log-probabilities; with `echo` both of the
+    prompt, too.
+    """
     text = prompt.text + completion.text if parsed.echo else completion.text
     if parsed.num_alternatives is None:
         return {"text": text, "logprobs": None}
@@ -394,16 +400,15 @@ def _text(
     scores: list[float | None] = [*completion.logprobs]
     tops: list[TopLogprobs | None] = [*(completion.top_logprobs or [()] * len(ids))]
     if parsed.echo:
-        length = len(prompt.ids)
         ids, tokens = [*prompt.ids, *ids], [*tokenizer.token_texts(prompt.ids), *tokens]
-        first = len(result.prompt_token_ids) - length
+        first = len(result.prompt_token_ids) - len(prompt.ids)  # behind the BOS in front
         scores = [*(result.prompt_logprobs or ())[first:], *scores]
-        tops = [*(result.prompt_top_logprobs or [()] * (first + length))[first:], *tops]
+        tops = [*(result.prompt_top_logprobs or [()] * len(result.prompt_token_ids))[first:], *tops]
     logprobs = {
         "tokens": tokens,
         "token_logprobs": scores,
         "top_logprobs": [
-            None if score is None else _top(text, score, top or (), tokenizer)
+            None if score is None else _logprobs_by_text(text, score, top or (), tokenizer)
             for text, score, top in zip(tokens, scores, tops, strict=True)
         ],
         "text_offset": _offsets(ids, tokenizer),
@@ -411,7 +416,9 @@ def _text(
     return {"text": text, "logprobs": logprobs}
 
 
-def _top(text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+def _logprobs_by_text(
+    text: str, logprob: float, top: TopLogprobs, tokenizer: Tokenizer
+) -> dict[str, float]:
     """Return log-probabilities by text, of the token itself too; of tokens with one text the most
     probable one's.
     """
@@ -458,18 +465,19 @@ def _offsets(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
 # Fields
 
 
-def _short(value: Any) -> str:
+def _shown(value: Any) -> str:
+    """Return a value as messages show it: its first characters, in ASCII."""
     return repr(value)[:60].encode("ascii", "backslashreplace").decode()
 
 
-# By which clients leave a field out.
-_NONE: _Values = {
+# Values by which clients leave a field out.
+_LEFT_OUT: _Values = {
     "seed": (-1,),
     "max_tokens": (-1,),
     "max_completion_tokens": (-1,),
     "logprobs": (False,),
 }
-# What changes nothing at these values, and is refused at others.
+# Fields that change nothing at these values, and are refused at others.
 _NEUTRAL: _Values = {
     **dict.fromkeys(
         ("stream", "store", "use_beam_search", "early_stopping", "include_stop_str_in_output"),
@@ -523,31 +531,35 @@ _NEUTRAL_KEYS: _Values = {
 }
 
 
-def _is_one(value: Any, candidates: tuple[Any, ...] | None) -> bool:
-    """Whether these JSON values have this one: 0 is no false."""
+def _is_among(value: Any, candidates: tuple[Any, ...] | None) -> bool:
+    """Return whether a JSON value is one of these, of the same type: 0 is not false.
+
+    candidates: None for none.
+    """
     return any(
         value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
         for candidate in candidates or ()
     )
 
 
-def _messages(messages: Any) -> list[Json]:
+def _checked_messages(messages: Any) -> list[Json]:
+    """Return messages without keys that say nothing. Raises `ApiError` for others."""
     if not isinstance(messages, list) or not messages:
-        text = f"messages is {_short(messages)}; it must be a list of at least one message"
+        text = f"messages is {_shown(messages)}; it must be a list of at least one message"
         code = "missing_required_parameter" if messages is None else "invalid_type"
         raise ApiError(text, "messages", code)
     cleaned = []
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            text = f"messages.{index} is {_short(message)}; it must be an object"
+            text = f"messages.{index} is {_shown(message)}; it must be an object"
             raise ApiError(text, "messages", "invalid_type")
         message = {
             name: value
             for name, value in message.items()
-            if value is not None and not _is_one(value, _NEUTRAL_KEYS.get(name))
+            if value is not None and not _is_among(value, _NEUTRAL_KEYS.get(name))
         }
         if unknown := sorted(set(message) - {"role", "content", "name"}):
-            text = f"messages.{index} has {_short(unknown[0])}, which is not supported"
+            text = f"messages.{index} has {_shown(unknown[0])}, which is not supported"
             raise ApiError(text, "messages", "unknown_parameter")
         if "content" not in message:
             text = f"messages.{index} has no content"

@@ -277,7 +277,7 @@ class OpenAIServer:
                            "server answers for 127.0.0.1, ::1 and localhost only",
                            status=403)  # fmt: skip
         origin = headers.get("origin")
-        if origin is not None and _netloc(origin) != host.lower():
+        if origin is not None and _host_of_origin(origin) != host.lower():
             raise ApiError(f"pages of {origin[:60]!a} may not ask this server", status=403)
         if request.method != "POST":
             return
@@ -358,7 +358,7 @@ def _host_name(host: str) -> str:
     return ""
 
 
-def _netloc(origin: str) -> str:
+def _host_of_origin(origin: str) -> str:
     """Return host and port of an Origin header; empty for `null` and what is no origin."""
     with suppress(ValueError):
         return urlsplit(origin).netloc.lower()

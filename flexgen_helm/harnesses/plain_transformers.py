@@ -32,8 +32,11 @@ class Rescored(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Of each token but the first its log-probability, and its lead over the most probable other
-    token; and the lead of the most probable end over all else.
+    """What `transformers` says of a text, in nats.
+
+    logprobs: of each token but the first.
+    leads: of these tokens over the most probable other one; below 0 where that is more probable.
+    end_lead: of the most probable end over all other tokens, behind the text.
     """
 
     logprobs: list[float]
@@ -58,12 +61,14 @@ def by_transformers(
         for _, result in answers
         for completion in result.completions
     ]
-    scores = iter(_ask(folder, ends, texts))
+    scores = iter(_scores_of(folder, ends, texts))
     for request, result in answers:
         yield _rescored(request, result, [next(scores) for _ in result.completions], tolerance)
 
 
-def _ask(folder: Path, ends: Collection[int], texts: Sequence[Sequence[int]]) -> list[_Scores]:
+def _scores_of(
+    folder: Path, ends: Collection[int], texts: Sequence[Sequence[int]]
+) -> list[_Scores]:
     """Have a process of its own score texts of token ids."""
     end_ids = sorted(ends) or [0]  # without ends no answer has one, and its lead is not read
     done = subprocess.run(
@@ -94,15 +99,15 @@ def _rescored(
         replace(completion, logprobs=tuple(score.logprobs[before_answer:]))
         for completion, score in zip(result.completions, scores)
     )
-    of_prompt = scores[0]  # the prompt is the same in all
-    logprobs = result.prompt_logprobs and (None, *of_prompt.logprobs[:before_answer])
+    prompt_scores = scores[0]  # the prompt is the same in all
+    logprobs = result.prompt_logprobs and (None, *prompt_scores.logprobs[:before_answer])
     greedy = (
         result.prompt_greedy
         and (  # the first token has no log-probability
             None,
             *(
                 lead > (-tolerance if was_greedy else tolerance)
-                for was_greedy, lead in zip(result.prompt_greedy[1:], of_prompt.leads)
+                for was_greedy, lead in zip(result.prompt_greedy[1:], prompt_scores.leads)
             ),
         )
     )
@@ -121,7 +126,9 @@ def _rescored(
 
 
 def _main(folder: str) -> None:
-    """Answer lines with `_Scores`: a line has token ids, and ids of which one may follow."""
+    """Answer each line of the input with `_Scores`: it has the token ids of a text, and those of
+    ends.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

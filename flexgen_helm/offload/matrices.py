@@ -41,7 +41,7 @@ from flexgen_helm.offload.pages import Pages, pages
 from flexgen_helm.offload.prefetcher import ring_bytes
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights_at_rest import WeightsAtRest
-from flexgen_helm.planner.placement import gather_bytes
+from flexgen_helm.planner.staging import gather_bytes
 from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize

@@ -304,7 +304,10 @@ class WeightPrefetcher:
     def _loaded(self, unit: Unit) -> Tensor:
         """Return the rows of a unit; wait until they are loaded."""
         assert unit.loading is not None, "all units before it are released, so the ring has room"
-        return self._transfers.wait(unit.loading, "weights")
+        if not unit.loading.done():
+            with self._transfers.stats.timed("wait_weights"):
+                unit.loading.exception()  # waits
+        return unit.loading.result()
 
     def _release(self, unit: Unit) -> None:
         """Give a unit's memory back, after its load; or take one that nobody needs from the

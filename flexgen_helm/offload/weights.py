@@ -57,7 +57,7 @@ from flexgen_helm.offload.prefetcher import (
     ring_bytes,
 )
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.placement import gather_bytes
+from flexgen_helm.planner.staging import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.formats import StoredFormat
@@ -144,18 +144,18 @@ class TieredWeights:
             self._load(loader, placement, threads)
             self._group_experts()
             if any(weight.offloaded and not weight.expert for weight in self.tensors.values()):
-                self._prefetcher = self._start_prefetcher(placement.staging_bytes)
+                self._prefetcher = self._start_prefetcher(placement.staging.ring)
             if self._experts:
-                self.streamer = self._start_streamer(placement.expert_bytes)
+                self.streamer = self._start_streamer(placement.staging.experts)
             self._streamed = {
-                stage: self._streamed_matrices(stage, placement.staging_bytes)
+                stage: self._streamed_matrices(stage, placement.staging.ring)
                 for stage in self._stages
             }
             self._shared_stages = {
                 stage
                 for stage, experts in self._stage_experts.items()
                 if not self._experts.keys().isdisjoint(experts)
-                and fits(self._streamed[stage], placement.staging_bytes)
+                and fits(self._streamed[stage], placement.staging.ring)
             }
             if buffers := self._loader_buffer_bytes():
                 self._claim("cpu", "buffers", buffers)

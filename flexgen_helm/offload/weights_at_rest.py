@@ -16,7 +16,7 @@ from flexgen_helm.checkpoint.stored_tensors import StoredRows
 from flexgen_helm.config import EngineConfig
 from flexgen_helm.files import existing_folder
 from flexgen_helm.offload.offload_directory import written_bytes
-from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.formats import LAYOUT_VERSION, GroupFormat, StoredFormat
 from flexgen_helm.quant.precisions import Precision, PublishedFormats
 

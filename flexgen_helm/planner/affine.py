@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from flexgen_helm.planner.placement import tier_fractions
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.tiers import KINDS, TIERS, Kind, Tier
 
@@ -37,7 +36,7 @@ def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> A
 def fraction_vector(policy: Policy, has_gpu: bool) -> Affine:
     """Return the fractions of a policy as the vector that forms are multiplied with."""
     return np.array(
-        [*(part for kind in KINDS for part in tier_fractions(policy, kind, has_gpu).values()), 1.0]
+        [*(part for kind in KINDS for part in policy.tier_fractions(kind, has_gpu).values()), 1.0]
     )
 
 

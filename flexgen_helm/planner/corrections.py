@@ -50,25 +50,25 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
         measured      prefill in all                  decode in all            wait of both
         compared      compute = in all - wait, which is divided between the phases as predicted
     """
-    blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
-    # Predicted seconds of the run by phase and resource, of each as if it were alone.
+    num_blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
+    # Predicted seconds of the run by phase and resource, each as if it were alone.
     alone = {
-        phase: {name: blocks * s for name, s in prediction.seconds[phase].items()}
+        phase: {name: num_blocks * seconds for name, seconds in prediction.seconds[phase].items()}
         for phase in _PHASES
     }
     predicted_compute = {phase: alone[phase].get("compute", 0.0) for phase in _PHASES}
     predicted_wait = {
-        phase: max(0.0, blocks * seconds - predicted_compute[phase])
+        phase: max(0.0, num_blocks * seconds - predicted_compute[phase])
         for phase, seconds in zip(_PHASES, (prediction.prefill_s, prediction.decode_s))
     }
     run_s, wait_s = float(record["latency_s"]), float(record["time_s"]["wait"])
     phase_s = {phase: float(record[f"{phase}_s"]) for phase in _PHASES}
-    # Which phase waited is not measured: as predicted.
-    waited = wait_s / (sum(predicted_wait.values()) or 1.0)
-    compute = {phase: phase_s[phase] - waited * predicted_wait[phase] for phase in _PHASES}
+    # Which phase waited is not measured: it is divided as predicted.
+    wait_ratio = wait_s / (sum(predicted_wait.values()) or 1.0)
+    compute = {phase: phase_s[phase] - wait_ratio * predicted_wait[phase] for phase in _PHASES}
     # prompts and single tokens in one pass, which is predicted as decoding
-    mixed = not predicted_compute["prefill"]
-    if mixed:
+    is_mixed = not predicted_compute["prefill"]
+    if is_mixed:
         predicted_compute, compute = (
             dict.fromkeys(_PHASES, sum(times.values())) for times in (predicted_compute, compute)
         )
@@ -92,8 +92,8 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
         transfers, list(predicted_compute.values()), prediction.latency_s
     )
     measured_share = _hidden_share(transfers, list(compute.values()), sum(phase_s.values()))
-    notable = not mixed and sum(map(sum, transfers)) > _PHASE_SHARE * run_s
-    if notable and predicted_share is not None and measured_share is not None:
+    is_notable = not is_mixed and sum(map(sum, transfers)) > _PHASE_SHARE * run_s
+    if is_notable and predicted_share is not None and measured_share is not None:
         factors["overlap"] = _factor(measured_share, predicted_share)
     return factors
 
@@ -103,6 +103,9 @@ def _hidden_share(
 ) -> float | None:
     """Return the share that was hidden of what can hide behind the longest resource of each phase.
 
+    transfers: seconds of each link and disk direction, by phase, as if alone.
+    computed: seconds by phase.
+    total: seconds that the phases took together.
     None if nothing can hide, or nothing did.
     """
     together = sum(map(sum, transfers)) + sum(computed)
@@ -112,4 +115,5 @@ def _hidden_share(
 
 
 def _factor(predicted: float, measured: float) -> float:
+    """Return the factor of a rate: of the bounded ratio the square root, half of the way."""
     return min(_MAX_FACTOR, max(_MIN_FACTOR, predicted / measured)) ** _STEP

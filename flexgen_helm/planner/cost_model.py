@@ -22,7 +22,8 @@ from functools import cached_property
 
 from flexgen_helm.models.config import EMBED_TABLE
 from flexgen_helm.planner.affine import CACHE, CD, HD, HIDDEN, ONE, WD, WEIGHTS, Affine, affine
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem
+from flexgen_helm.planner.policy import BlockShape
+from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
 from flexgen_helm.tiers import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
@@ -33,9 +34,9 @@ CHANNELS = ("disk", "link")
 # Seconds of one pass as affine forms: of `RESOURCES`, of `CHANNELS`, and of the parts that
 # 'compute' consists of.
 PassTimes = Mapping[str, Affine]
-# Tokens of a pass in whole prompts, and of blocks in whole batches, for each that would have room.
-_WHOLE = 1.02
-# A batch smaller than this is a rounding error.
+# Factor by which the tokens of a pass may exceed the mean: prompts and batches are not divided.
+_LARGEST_PASS = 1.02
+# Batches beyond a whole number that are a rounding error of the division.
 _ROUNDING = 1e-9
 
 
@@ -124,8 +125,9 @@ def _block_by_layers(
     resident: bool,
     reads: Mapping[Tier, WeightReads] | None,
 ) -> BlockCosts:
-    """All batches pass a layer before the next one. A pipeline divides them into lanes, which reach
-    a rank in turn.
+    """Return the costs of a block whose batches all pass a layer before the next one.
+
+    A pipeline divides them into lanes, which reach a rank in turn.
     """
     workload, schedule = problem.workload, shape.schedule
     sequences = float(shape.num_sequences)
@@ -218,6 +220,7 @@ class _PassCost:
         return self.problem.workload.mean_prompt + self.problem.workload.mean_output / 2
 
     def times(self) -> PassTimes:
+        """Return the seconds of the pass by resource, channel and part of computing."""
         disk, link = self.problem.hardware.disk, self.problem.hardware.link
         parts = self._compute_parts()
         to_gpu, to_cpu = self._link_times()
@@ -234,10 +237,10 @@ class _PassCost:
         products_s, convert_s = self._product_seconds()
         attention, host_attention = self._attention_seconds()
         slowdown = 1 / (hardware.prefill_share if self.prefill else hardware.decode_share)
-        # What was learnt may raise rates that a busy machine has shown, but no product is faster
-        # than the fastest.
+        # Shares that were learnt may exceed 1 where the machine was busy when it was measured, but
+        # no product is faster than the fastest.
         operations = config.linear_flops_per_token * self.tokens
-        operations += config.head_flops_per_token * self.sequences * self._heads_of_each
+        operations += config.head_flops_per_token * self.sequences * self._head_positions
         roofline_s = operations / self.problem.product_flops.best
         forms = {
             "products": affine(max(products_s, roofline_s / slowdown)),
@@ -248,8 +251,10 @@ class _PassCost:
         return {name: slowdown * form for name, form in forms.items()}
 
     @property
-    def _heads_of_each(self) -> float:
-        """Positions of a sequence that pass the head: one, and those of a prompt that is scored."""
+    def _head_positions(self) -> float:
+        """Positions of a sequence that pass the head: its last one, and those of a prompt that is
+        scored.
+        """
         return 1.0 + (self.problem.workload.mean_scored if self.prefill else 0.0)
 
     def _product_seconds(self) -> tuple[float, float]:
@@ -264,16 +269,16 @@ class _PassCost:
         layer_flops = (config.linear_flops_per_token - expert_flops) * self.tokens
         layers_s = layer_flops / rate.at(self.tokens / batches)
         layers_s += expert_flops * self.tokens / rate.at(min(expert_rows, MAX_BATCH_TOKENS))
-        heads = self.sequences * self._heads_of_each
-        head_rows = min(self.sequences, self.batch_sequences) * self._heads_of_each
-        head_s = config.head_flops_per_token * heads / rate.at(head_rows)
-        always = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
-        used = self._expert_reads * problem.layer_expert_elements * config.num_layers
+        head_positions = self.sequences * self._head_positions
+        head_rows = min(self.sequences, self.batch_sequences) * self._head_positions
+        head_s = config.head_flops_per_token * head_positions / rate.at(head_rows)
+        dense = (problem.layer_elements - problem.layer_expert_elements) * config.num_layers
+        used_experts = self._expert_reads * problem.layer_expert_elements * config.num_layers
         tiles = max(1, math.ceil(expert_rows / MAX_BATCH_TOKENS))
         convert_s, read_bytes = 0.0, 0.0
         for elements, fmt, products in (
-            (always, problem.layer_format, batches),
-            (used, problem.layer_format, tiles),
+            (dense, problem.layer_format, batches),
+            (used_experts, problem.layer_format, tiles),
             (problem.head_elements, problem.precision.format_of(EMBED_TABLE), batches),
         ):
             converted_s, product_bytes = self._conversion_and_reading(elements, fmt, products)
@@ -288,7 +293,7 @@ class _PassCost:
         steps *= config.num_layers
         # an expert takes the interpreter as long as a layer
         if config.experts is not None and hardware.gpu is None:
-            steps += tiles * used / config.expert_elements
+            steps += tiles * used_experts / config.expert_elements
         between_bytes = self.tokens * problem.between_elements * problem.compute_bytes
         between_s = between_bytes / processor.layer_bytes_s
         return products_s + (steps * processor.step_s + config.num_layers * between_s), convert_s
@@ -316,27 +321,33 @@ class _PassCost:
     def _conversion_and_reading(
         self, elements: float, fmt: StoredFormat | None, products: float
     ) -> tuple[float, float]:
-        """Return the seconds of converting some weights in a pass, and the bytes that a product
-        with each reads.
+        """Return the seconds of converting some weights in a pass, and the bytes that one product
+        with all of them reads.
 
-        products: with each weight in the pass. A CPU multiplies few rows by packed weights as they
-            are, which takes as long as dequantizing.
+        elements: how many weights.
+        fmt: their format; None for 16 bits.
+        products: how often the pass multiplies with each weight. A CPU multiplies few rows by
+            packed weights as they are, which takes as long as dequantizing.
         """
-        problem, work = self.problem, self.problem.compute_bytes
+        problem, compute_bytes = self.problem, self.problem.compute_bytes
         processor = problem.hardware.compute_processor
         conversions = problem.conversions(products) if self.converts else 0.0
         if isinstance(fmt, BlockFormat) and problem.multiplies_as_stored:
             return 0.0, elements * fmt.block_bytes / fmt.block_values
         if fmt is not None:
-            return conversions * elements / processor.dequantize_elements_s, elements * work
+            return (
+                conversions * elements / processor.dequantize_elements_s,
+                elements * compute_bytes,
+            )
         if problem.multiplies_as_stored:
             return 0.0, 2 * elements
         return (
-            conversions * elements / processor.upcast_elements_s if work > 2 else 0.0,
-            elements * work,
+            conversions * elements / processor.upcast_elements_s if compute_bytes > 2 else 0.0,
+            elements * compute_bytes,
         )
 
     def _link_times(self) -> tuple[Affine, Affine]:
+        """Return the seconds of the link to the gpu, and back."""
         problem, config, link = self.problem, self.problem.config, self.problem.hardware.link
         to_gpu, to_cpu = affine(), affine()
         if link is None:
@@ -379,6 +390,7 @@ class _PassCost:
         return to_gpu, to_cpu
 
     def _disk_times(self) -> tuple[Affine, Affine]:
+        """Return the seconds of reading the disk, and of writing."""
         disk = self.problem.hardware.disk
         read_s, write_s = 1 / disk.read_bytes_s, 1 / disk.write_bytes_s
         cache_access_s = self._cache_transfers * disk.access_s
@@ -409,9 +421,9 @@ class _PassCost:
         return read, write
 
     def _weight_bytes(self, tier: Tier) -> float:
-        """Bytes that a tier with all weights would read."""
+        """Bytes that the pass would read of a tier with all weights."""
         problem, layers = self.problem, self.problem.config.num_layers
-        always = problem.layer_bytes - problem.layer_expert_bytes
+        dense_bytes = problem.layer_bytes - problem.layer_expert_bytes
         if self.reads is not None:
             reads = self.reads[tier]
             layer_bytes, head_bytes = reads.layer_bytes, reads.head_bytes
@@ -419,11 +431,14 @@ class _PassCost:
         elif problem.offloads_only_experts:  # whatever share is offloaded, it is of experts
             layer_bytes, expert_bytes, head_bytes = 0.0, float(problem.stored_bytes), 0.0
         else:
-            layer_bytes, expert_bytes = always * layers, problem.layer_expert_bytes * layers
+            layer_bytes, expert_bytes = dense_bytes * layers, problem.layer_expert_bytes * layers
             head_bytes = problem.head_bytes
         loaded = self._expert_reads * expert_bytes
-        for stage, num_bytes in ((always, layer_bytes), (problem.head_bytes, head_bytes)):
-            loaded += num_bytes * self._loads(stage)
+        for stage_bytes, num_bytes in (
+            (dense_bytes, layer_bytes),
+            (problem.head_bytes, head_bytes),
+        ):
+            loaded += num_bytes * self._loads(stage_bytes)
         return loaded
 
     def _loads(self, stage_bytes: float) -> float:
@@ -459,6 +474,9 @@ class _PassCost:
 
     @property
     def _cache_transfers(self) -> float:
+        """Transfers of an offloaded cache: of each layer and batch keys, values, and a residual
+        window.
+        """
         return (
             (2 + (self.problem.window_tokens > 0))
             * self.problem.config.num_attention_layers
@@ -467,6 +485,7 @@ class _PassCost:
 
     @property
     def _new_cache_bytes(self) -> float:
+        """Bytes of the keys and values that the pass stores."""
         problem, elements = self.problem, self.problem.kv_elements
         newest = min(self.tokens, self.sequences * problem.window_tokens)
         return elements * self.tokens * problem.cache_bytes + problem.window_bytes(elements, newest)
@@ -481,7 +500,7 @@ class _PassCost:
 
 
 def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
-    """Positions allocated for a sequence."""
+    """Return the positions of cache that are allocated for a sequence."""
     workload = problem.workload
     # the first token is drawn from the prompt's own pass
     if schedule.is_single_pass or workload.mean_output == 1:
@@ -492,18 +511,23 @@ def _slot_positions(problem: PlanningProblem, schedule: Schedule) -> float:
 def _stored_memory(
     problem: PlanningProblem, shape: BlockShape, sequences: float, lanes: float, resident: bool
 ) -> dict[Tier, tuple[Affine, ...]]:
-    """Bytes of weights, cache and waiting hidden states on each tier with its staging, at the end
-    of prefill.
+    """Return the bytes of weights, cache, waiting hidden states and staging on each tier at the end
+    of prefill; of alternatives each must fit.
+
+    sequences: of the block.
+    lanes: of a pipeline, which divide the block.
+    resident: all weights are on the compute tier.
     """
     config, workload, ranks = problem.config, problem.workload, problem.ranks
     positions = _slot_positions(problem, shape.schedule)
     cache = sequences * positions * problem.kv_elements * problem.cache_bytes / ranks
     window = sequences * problem.window_bytes(problem.kv_elements) / ranks if positions else 0.0
-    # the prompt's and the answer's
+    # a file has the prompt's window and the answer's
     caches = dict.fromkeys(TIERS, cache + window) | {"disk": cache + 2 * window}
     waiting_tokens = sequences * workload.mean_computed
-    one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
-    if one_batch and not shape.schedule.is_single_pass:
+    is_one_batch = shape.num_gpu_batches == 1 and waiting_tokens <= problem.batch_tokens
+    # Prompts of one batch do not wait; while it decodes, its sequences have a token each.
+    if is_one_batch and not shape.schedule.is_single_pass:
         waiting_tokens = sequences
     token_bytes = config.state_size * problem.compute_bytes
     staging = problem.staging_memory(shape, sequences, resident)
@@ -511,7 +535,7 @@ def _stored_memory(
     gathered = 0.0
     if config.experts is not None and not resident:
         gathered = (
-            _WHOLE
+            _LARGEST_PASS
             * sequences
             / lanes
             * (workload.mean_computed / shape.passes + (shape.passes > 1))
@@ -525,11 +549,12 @@ def _stored_memory(
         copies = resident and problem.copies_fit and tier == problem.compute_tier
         weights = (problem.copies_bytes if copies else problem.stored_bytes) / ranks
         hidden = waiting[tier] * token_bytes
-        together = (
+        gathered_bytes = (
             config.waiting_copies * gathered * token_bytes if tier == problem.compute_tier else 0.0
         )
         stored = affine(
-            together, {WEIGHTS[tier]: weights, CACHE[tier]: caches[tier], HIDDEN[tier]: hidden}
+            gathered_bytes,
+            {WEIGHTS[tier]: weights, CACHE[tier]: caches[tier], HIDDEN[tier]: hidden},
         )
         memory[tier] = tuple(stored + form for form in staging.get(tier, (affine(),)))
     return memory

@@ -9,13 +9,11 @@ from functools import cache
 from typing import Literal
 
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.placement import Machine, staging_sizes, storage_sizes
-from flexgen_helm.planner.weight_placement import (
-    left_beside_all,
-    missing_bytes,
-    rule_of_thumb,
-    sequence_bytes,
-)
+from flexgen_helm.planner.least_memory import sequence_bytes
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.staging import staging_sizes
+from flexgen_helm.planner.storage_sizes import storage_sizes
+from flexgen_helm.planner.weight_placement import left_beside_all, missing_bytes, rule_of_thumb
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.tiers import UNLIMITED, Tier
 

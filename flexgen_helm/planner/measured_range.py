@@ -20,12 +20,6 @@ class MeasuredRange:
     high: float
     source: str
 
-    def holds(self, ratio: float) -> bool:
-        """Return whether a measured time, as a multiple of the predicted one, is within the
-        range.
-        """
-        return self.low <= ratio <= self.high
-
     def of_time(self, seconds: float) -> tuple[float, float]:
         """Return the shortest and the longest time to expect."""
         return seconds * self.low, seconds * self.high
@@ -61,7 +55,7 @@ PIPELINE = MeasuredRange(
 )
 
 
-def spread_of(hardware: HardwareProfile, ranks: float = 1) -> MeasuredRange:
+def measured_range(hardware: HardwareProfile, ranks: float = 1) -> MeasuredRange:
     """Return the range for a machine; a profile whose rates have no known source counts as a data
     sheet.
     """

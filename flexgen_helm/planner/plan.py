@@ -1,5 +1,5 @@
-"""Plans for users: from their choices to a planning problem, and from a search to an explained
-record. No torch.
+"""Plans for users: a planning problem of what they say, and a searched or given policy with its
+cost, explained. No torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from flexgen_helm.errors import MemoryLimitError, UsageError
-from flexgen_helm.hardware.profile import Curve, HardwareProfile, Link
+from flexgen_helm.hardware.profile import Curve, HardwareProfile
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.affine import fractions_by_kind
-from flexgen_helm.planner.measured_range import Expectation, MeasuredRange, spread_of
+from flexgen_helm.planner.measured_range import Expectation, MeasuredRange, measured_range
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import placed_fractions, predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.schedules import AUTOMATIC, PREFILL_ONLY, ZIGZAG, Schedule
+from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG, Schedule
 from flexgen_helm.planner.search import Solution, search, shortage
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.progress import KEEP_EVERY_S, KEEP_STATES_EVERY_S
@@ -31,55 +31,6 @@ _COMPARED = ("fp16", "8bit", "4bit")
 _Record = TypeVar("_Record")
 
 
-def simulated_gpu(
-    hardware: HardwareProfile,
-    link_gb_s: tuple[float, float] | None,
-    disk_gb_s: tuple[float, float] | None = None,
-) -> HardwareProfile:
-    """Add a simulated gpu: the machine's own processor with host memory behind a link.
-
-    Its limit is the user's, and its capacity the host's: the workspace of computing is there and no
-    limit counts it.
-
-    link_gb_s: GB/s in and out, at most and by default as fast as memory is copied.
-    disk_gb_s: GB/s of reads and writes of a simulated disk, at most and by default the machine's
-        own.
-    """
-    copy = hardware.cpu.memory_bytes_s / 2
-    to_gpu, to_cpu = (min(rate * 1e9, copy) for rate in link_gb_s) if link_gb_s else (copy, copy)
-    disk = hardware.disk
-    if disk_gb_s is not None:
-        read, write = (1e9 * rate for rate in disk_gb_s)
-        read, write = min(read, disk.read_bytes_s), min(write, disk.write_bytes_s)
-        disk = replace(disk, read_bytes_s=read, write_bytes_s=write, duplex=1.0)
-    return replace(hardware, gpu=hardware.cpu, link=Link(to_gpu, to_cpu, to_gpu, to_cpu), disk=disk)
-
-
-def profile_for_device(
-    profile: HardwareProfile,
-    device: str,
-    link_gb_s: tuple[float, float] | None,
-    disk_gb_s: tuple[float, float] | None,
-    remedy: str,
-) -> HardwareProfile:
-    """Return a machine's profile as a device has it: 'cpu', 'cuda', 'sim', or 'auto' for what is
-    there.
-
-    link_gb_s, disk_gb_s: see `simulated_gpu`.
-
-    Raises `UsageError`, with a remedy, for 'cuda' on a machine without a gpu.
-    """
-    if device == "sim":
-        return simulated_gpu(profile, link_gb_s, disk_gb_s)
-    if device.startswith("cpu"):
-        return replace(profile, gpu=None, link=None)
-    if device.startswith("cuda") and profile.gpu is None:
-        raise UsageError(
-            f"the hardware {profile.name!r} has 0 GPUs and --device is {device}: {remedy}"
-        )
-    return profile
-
-
 def planning_problem(
     config: ModelConfig,
     hardware: HardwareProfile,
@@ -87,20 +38,20 @@ def planning_problem(
     *,
     precision: str | Precision = "fp16",
     limits: MemoryLimits = MemoryLimits(),
-    **more: Any,
+    **fields: Any,
 ) -> PlanningProblem:
     """Collect what the cost model needs.
 
     limits: None for what the machine has, less a margin; of the disk all that is free.
-    more: fields of the problem, such as the checkpoint's `storage_dtype`.
+    fields: more of the problem, such as the checkpoint's `storage_dtype`.
 
     Raises `UsageError` for a negative limit and for an unknown precision.
     """
     suffices = not overflows_float16(config.architecture)
-    stored = more.get("storage_dtype", "float16")
+    stored = fields.get("storage_dtype", "float16")
     half = hardware.gpu is not None and hardware.gpu.compute_dtype(stored, suffices) != "float32"
     named = precision_named(precision) if isinstance(precision, str) else precision
-    problem = PlanningProblem(config, hardware, workload, named, 2 if half else 4, {}, **more)
+    problem = PlanningProblem(config, hardware, workload, named, 2 if half else 4, {}, **fields)
     bytes_by_tier: dict[Tier, float] = {}
     for tier in TIERS:
         limit = getattr(limits, tier)
@@ -155,13 +106,13 @@ class Plan:
         return 3600 * self.solution.prediction.tokens_per_s / self.problem.workload.mean_output
 
     @property
-    def spread(self) -> MeasuredRange:
-        return spread_of(self.problem.hardware, self.problem.ranks)
+    def range(self) -> MeasuredRange:
+        return measured_range(self.problem.hardware, self.problem.ranks)
 
     @property
     def expected(self) -> Expectation:
         seconds = self.solution.prediction.latency_s
-        return Expectation(seconds, *self.spread.of_time(seconds))
+        return Expectation(seconds, *self.range.of_time(seconds))
 
     @property
     def stop_s(self) -> float:
@@ -184,6 +135,7 @@ class Plan:
         """
         problem, policy, schedule = self.problem, self.solution.policy, self.solution.schedule
         prediction, hardware = self.solution.prediction, problem.hardware
+        # Read at one byte a second, a block takes as many seconds as it reads bytes.
         a_byte_a_second = replace(
             hardware, disk=replace(hardware.disk, read_bytes_s=1.0, access_s=0.0)
         )
@@ -226,9 +178,9 @@ class Plan:
             },
             "block": self.block,
             "range": {
-                "latency_s": self.spread.of_time(prediction.latency_s),
-                "tokens_per_s": self.spread.of_rate(prediction.tokens_per_s),
-                "source": self.spread.source,
+                "latency_s": self.range.of_time(prediction.latency_s),
+                "tokens_per_s": self.range.of_rate(prediction.tokens_per_s),
+                "source": self.range.source,
             },
             "memory": {tier: asdict(memory) for tier, memory in prediction.memory.items()},
             "feasible": prediction.feasible,
@@ -253,8 +205,7 @@ def make_plan(
     plan that is not feasible.
     """
     if policy is None:
-        schedules = AUTOMATIC if schedule is None else (schedule,)
-        solution = search(problem, schedules, max_latency=max_latency)
+        solution = search(problem, schedule, max_latency=max_latency)
     else:
         schedule = schedule or (PREFILL_ONLY if problem.workload.mean_output == 1 else ZIGZAG)
         solution = Solution(policy, schedule, predict(problem, policy, schedule))
@@ -279,8 +230,7 @@ def search_precisions(
             precision=replace(precision_named(name), published=plan.problem.precision.published),
         )
         with suppress(MemoryLimitError):
-            schedules = AUTOMATIC if schedule is None else (schedule,)
-            plans[name] = Plan(problem, search(problem, schedules, max_latency=max_latency))
+            plans[name] = Plan(problem, search(problem, schedule, max_latency=max_latency))
     return plans
 
 
@@ -298,17 +248,17 @@ def _twice_as_fast(problem: PlanningProblem, solution: Solution) -> dict[str, fl
         "upcast_elements_s",
         "dequantize_elements_s",
     )
-    changed = _scaled(replace(processor, matmul_flops=flops), *rates)
+    changed = _doubled(replace(processor, matmul_flops=flops), *rates)
     is_gpu = problem.compute_tier == "gpu"
     machines = {
         "GPU" if is_gpu else "processor": (
             replace(hardware, gpu=changed) if is_gpu else replace(hardware, cpu=changed)
         ),
-        "disk": replace(hardware, disk=_scaled(hardware.disk, "read_bytes_s", "write_bytes_s")),
+        "disk": replace(hardware, disk=_doubled(hardware.disk, "read_bytes_s", "write_bytes_s")),
     }
     if hardware.link is not None:
         link_rates = (name for name in asdict(hardware.link) if name.endswith("bytes_s"))
-        machines["link"] = replace(hardware, link=_scaled(hardware.link, *link_rates))
+        machines["link"] = replace(hardware, link=_doubled(hardware.link, *link_rates))
     return {
         part: predict(
             replace(problem, hardware=machine), solution.policy, solution.schedule
@@ -317,5 +267,6 @@ def _twice_as_fast(problem: PlanningProblem, solution: Solution) -> dict[str, fl
     }
 
 
-def _scaled(record: _Record, *names: str) -> _Record:
+def _doubled(record: _Record, *names: str) -> _Record:
+    """Return the record with twice the rates of these names."""
     return replace(record, **{name: 2 * getattr(record, name) for name in names})  # type: ignore[type-var]

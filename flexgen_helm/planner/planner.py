@@ -17,20 +17,18 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.planner.corrections import corrected, corrections
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.least_memory import require_least_memory
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Choices, Policy
 from flexgen_helm.planner.predict import CostEstimate, predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
-from flexgen_helm.planner.schedules import AUTOMATIC, Schedule
+from flexgen_helm.planner.run_memory import RunSize
+from flexgen_helm.planner.run_plan import RunPlan, plan_run
+from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.planner.search import Solution, search
-from flexgen_helm.planner.weight_placement import (
-    Placement,
-    leaving_room,
-    place_weights,
-    require_least_memory,
-)
+from flexgen_helm.planner.storage_sizes import StorageSizes
+from flexgen_helm.planner.weight_placement import Placement, leaving_room, place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision
 from flexgen_helm.request import MemoryLimits
@@ -72,21 +70,21 @@ class Planner:
         choices: Choices,
         source: ProfileSource,
     ) -> None:
-        """config: of the whole model."""
+        """config: of the whole model, also on a rank of a pipeline (`take_layers`)."""
         self._config = config
         self._precision = precision
         self._machine = machine
         self._choices = choices
         self._source = source
-        self._part, self._ranks = config, 1.0
+        self._config_here, self._ranks = config, 1.0
         self._profile: HardwareProfile | None = None  # with what runs have taught
         self._expert_skew = 0.0
         self._placement: Placement | None = None
         self.searches = False
 
-    def take_layers(self, part: ModelConfig) -> None:
+    def take_layers(self, config: ModelConfig) -> None:
         """Plan for a rank of a pipeline that has these of the model's layers, from now on."""
-        self._part, self._ranks = part, self._config.num_layers / part.num_layers
+        self._config_here, self._ranks = config, self._config.num_layers / config.num_layers
 
     def place(self, name: str) -> Placement:
         """Place the weights: by the user's policy, by the rule of thumb if they fit, else as a
@@ -95,7 +93,7 @@ class Planner:
         name: of the model, for messages.
         Raises `MemoryLimitError` with the missing bytes.
         """
-        model = StorageSizes(self._part, self._precision)
+        model = StorageSizes(self._config_here, self._precision)
         machine = self._machine
         policy = self._choices.policy
         if policy is None:
@@ -193,11 +191,10 @@ class Planner:
         if self._rates() is None:
             return None
         schedule, max_latency = self._choices.schedule, self._choices.max_latency
-        schedules = AUTOMATIC if schedule is None else (schedule,)
         try:
             problem = self._problem(workload, endless=weights is None)
-            return search(problem, schedules, max_latency=max_latency, fixed=weights)
+            return search(problem, schedule, max_latency=max_latency, fixed=weights)
         except MemoryLimitError:
             if max_latency is not None:
                 raise
-            return None
+            return None  # the rule of thumb has plans for less memory

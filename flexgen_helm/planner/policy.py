@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flexgen_helm.errors import UsageError
 from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.tiers import Kind, Tier
 
 _ROUNDING = 1e-9
 
@@ -72,6 +73,17 @@ class Policy:
             for name in ("wg", "wc", "wd", "cg", "cc", "cd", "hg", "hc", "hd")
         }
 
+    def tier_fractions(self, kind: Kind, has_gpu: bool) -> dict[Tier, float]:
+        """Return the fractions of a kind by tier; without a gpu its share goes to the cpu."""
+        gpu, cpu, disk = {
+            "weights": (self.wg, self.wc, self.wd),
+            "cache": (self.cg, self.cc, self.cd),
+            "activations": (self.hg, self.hc, self.hd),
+        }[kind]
+        if not has_gpu:
+            gpu, cpu = 0.0, gpu + cpu
+        return {"gpu": gpu, "cpu": cpu, "disk": disk}
+
     @property
     def block_size(self) -> int:
         """Sequences of one block."""
@@ -97,6 +109,26 @@ class Policy:
                 f"--policy {text!r} is not of the form GBSxNB,wg,wc,cg,cc,hg,hc with six "
                 f"percentages ({error}); for example 48x3,20,80,0,100,0,100"
             ) from error
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The shape of a block: sequences of a batch, batches, and the order of the work.
+
+    count: sequences that the block really has; None where all batches are full.
+    passes: into which the prompts are divided, evenly; of a single pass, the parts whose experts
+        are computed in turn. 0: not chosen yet.
+    """
+
+    gpu_batch_size: int
+    num_gpu_batches: int
+    schedule: Schedule
+    count: float | None = None
+    passes: int = 1
+
+    @property
+    def num_sequences(self) -> float:
+        return self.gpu_batch_size * self.num_gpu_batches if self.count is None else self.count
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,11 @@ from flexgen_helm.planner.cost_model import (
     block_costs,
     pass_seconds,
 )
-from flexgen_helm.planner.placement import (
-    StorageSizes,
-    achieved_fractions,
-    choose_tiers,
-    tier_fractions,
-)
-from flexgen_helm.planner.policy import Policy
-from flexgen_helm.planner.problem import BlockShape, PlanningProblem, matrix_kinds
+from flexgen_helm.planner.placement import achieved_fractions, choose_tiers
+from flexgen_helm.planner.policy import BlockShape, Policy
+from flexgen_helm.planner.problem import PlanningProblem, matrix_kinds
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.tiers import BLOCK_SEQUENCES, TIERS, Kind, Tier
 
 
@@ -124,13 +120,13 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
     blocks.
     """
     has_gpu = problem.compute_tier == "gpu"
-    weights = _placed(problem.storage, tuple(tier_fractions(policy, "weights", has_gpu).items()))
+    weights = _placed(problem.storage, tuple(policy.tier_fractions("weights", has_gpu).items()))
     blocks = cache_blocks(problem, policy.gpu_batch_size, policy.num_gpu_batches)
     cache = {str(number): sequences for number, sequences in enumerate(blocks)}
     fractions = fraction_vector(policy, has_gpu)
     placed: dict[Kind, tuple[Mapping[str, int], Mapping[str, Tier]]] = {
         "weights": (problem.storage.matrices, weights),
-        "cache": (cache, choose_tiers(cache, tier_fractions(policy, "cache", has_gpu))),
+        "cache": (cache, choose_tiers(cache, policy.tier_fractions("cache", has_gpu))),
     }
     for kind, (sizes, tiers) in placed.items():
         for tier, fraction in achieved_fractions(sizes, tiers).items():
@@ -144,7 +140,7 @@ def weight_reads(
     """Return what passes read of each tier's weights, per share that `fractions` says the tier
     has.
     """
-    placed = tier_fractions(policy, "weights", problem.compute_tier == "gpu")
+    placed = policy.tier_fractions("weights", problem.compute_tier == "gpu")
     shares = {tier: float(fractions[WEIGHTS[tier]]) for tier in TIERS}
     return {
         tier: WeightReads(

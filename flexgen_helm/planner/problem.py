@@ -22,15 +22,10 @@ from flexgen_helm.models.config import (
 from flexgen_helm.planner.affine import CACHE, Affine, affine
 from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.expert_use import expected_experts
-from flexgen_helm.planner.placement import (
-    Machine,
-    StagingSizes,
-    StorageSizes,
-    loader_buffer_bytes,
-    staging_sizes,
-    storage_sizes,
-)
-from flexgen_helm.planner.schedules import Schedule
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.policy import BlockShape
+from flexgen_helm.planner.staging import StagingSizes, loader_buffer_bytes, staging_sizes
+from flexgen_helm.planner.storage_sizes import StorageSizes, storage_sizes
 from flexgen_helm.planner.weight_placement import keeps_copies
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
@@ -43,13 +38,14 @@ from flexgen_helm.tiers import (
     MAX_TRANSFER_BYTES,
     STREAMED_BATCH_TOKENS,
     Tier,
+    without_margin,
 )
 
 
 @lru_cache(maxsize=8)  # scenarios of a suite, and machines that are compared, have the same model
 def matrix_kinds(config: ModelConfig) -> Mapping[str, str]:
-    """What each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the name of
-    its expert.
+    """Return what each matrix is: 'layer', 'head', 'embedding', of which rows are gathered, or the
+    name of its expert.
     """
     kinds = {}
     for stage in stage_names(config):
@@ -65,19 +61,8 @@ def matrix_kinds(config: ModelConfig) -> Mapping[str, str]:
 
 
 def borrows_table(config: ModelConfig) -> bool:
-    """Whether the head multiplies with the embedding's table."""
+    """Return whether the head multiplies with the embedding's table."""
     return config.tied_head and config.has_embedding
-
-
-# Name of this machine's measured profile.
-MEASURED = "measured"
-# What the machine keeps for other programs: a share of a tier, and at least so many bytes.
-_MARGIN_SHARE, _MARGIN_BYTES = 0.1, 1 << 30
-
-
-def without_margin(free: float, total: float) -> int:
-    """Return the usable bytes of `free` bytes on a tier of `total` bytes."""
-    return max(0, int(free - max(_MARGIN_BYTES, _MARGIN_SHARE * total)))
 
 
 def between_elements(config: ModelConfig) -> float:
@@ -96,25 +81,6 @@ def between_elements(config: ModelConfig) -> float:
     ]
     heads = 2 * (config.q_size + config.kv_size) + 4 * config.kv_size
     return 11 * config.num_streams * config.hidden_size + heads + sum(inner) / config.num_layers
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The shape of a block: sequences of a batch, batches, and the order of the work.
-
-    count: sequences that the block really has; None where all batches are full.
-    passes: over the prompts, each of as many of them; a single pass divides its experts' tokens so.
-    """
-
-    gpu_batch_size: int
-    num_gpu_batches: int
-    schedule: Schedule
-    count: float | None = None
-    passes: int = 1
-
-    @property
-    def num_sequences(self) -> float:
-        return self.gpu_batch_size * self.num_gpu_batches if self.count is None else self.count
 
 
 @dataclass(frozen=True)
@@ -183,6 +149,7 @@ class PlanningProblem:
 
     @property
     def overlap_share(self) -> float:
+        """Share of the shorter resources' time that hides behind the longest."""
         return self.hardware.overlap if self.overlap else 0.0
 
     @cached_property
@@ -256,7 +223,7 @@ class PlanningProblem:
     def layer_bytes(self) -> float:
         """Bytes of a layer as stored, on average."""
         return (
-            sum(self.storage.stages[stage][0] for stage in layer_stages(self.config))
+            sum(self.storage.stages[stage].num_bytes for stage in layer_stages(self.config))
             / self.config.num_layers
         )
 
@@ -277,7 +244,7 @@ class PlanningProblem:
     def layer_expert_bytes(self) -> float:
         """Bytes of a layer's experts as stored."""
         return (
-            sum(self.storage.stages[stage][1] for stage in layer_stages(self.config))
+            sum(self.storage.stages[stage].expert_bytes for stage in layer_stages(self.config))
             / self.config.num_layers
         )
 
@@ -345,23 +312,26 @@ class PlanningProblem:
     @cached_property
     def offloads_only_experts(self) -> bool:
         """Whether the compute tier has room for half as much again as what every token needs."""
-        always = self.stored_bytes - self.layer_expert_bytes * self.config.num_layers
+        dense_bytes = self.stored_bytes - self.layer_expert_bytes * self.config.num_layers
         return (
             self.config.experts is not None
-            and 1.5 * always / self.ranks <= self.limits[self.compute_tier]
+            and 1.5 * dense_bytes / self.ranks <= self.limits[self.compute_tier]
         )
 
     @cached_property
     def head_elements(self) -> int:
-        tied = self.config.vocab_size * self.config.embed_size if borrows_table(self.config) else 0
-        return self._stage_elements(HEAD) + tied if self.config.has_head else 0
+        """Weights that the head multiplies with, the table that it borrows included."""
+        table = self.config.vocab_size * self.config.embed_size if borrows_table(self.config) else 0
+        return self._stage_elements(HEAD) + table if self.config.has_head else 0
 
     @cached_property
     def head_bytes(self) -> int:
-        tied = self.storage.matrices[EMBED_TABLE] if borrows_table(self.config) else 0
-        return self.storage.stages[HEAD][0] + tied if self.config.has_head else 0
+        """Bytes of these as stored."""
+        table = self.storage.matrices[EMBED_TABLE] if borrows_table(self.config) else 0
+        return self.storage.stages[HEAD].num_bytes + table if self.config.has_head else 0
 
     def _stage_elements(self, stage: str) -> int:
+        """Values of a stage's matrices."""
         return sum(
             math.prod(shape) for _, shape in self.config.stage_tensors(stage) if len(shape) > 1
         )
@@ -512,21 +482,20 @@ class PlanningProblem:
         sequences: of the block.
         resident: all weights are on the compute tier.
         """
-        config, work = self.config, self.compute_bytes
-        beside = 0 if resident else self.ring_bytes + self.staging.experts
+        staging_bytes = 0 if resident else self.ring_bytes + self.staging.experts
         if not resident and self.hardware.gpu is None:
-            beside += self._loader_buffer_bytes
-        staging = affine(self.storage.vector_bytes(work) / self.ranks + beside)
+            staging_bytes += self._loader_buffer_bytes
+        vector_bytes = self.storage.vector_bytes(self.compute_bytes) / self.ranks
+        staging = affine(vector_bytes + staging_bytes)
         if not shape.schedule.is_single_pass:
-            staging += affine(sequences * state_bytes(config) / self.ranks)
+            staging += affine(sequences * state_bytes(self.config) / self.ranks)
         # Two layers of an offloaded cache block: the one in use and the next.
-        slot_bytes = self.workload.longest * self.kv_elements * work + self.window_bytes(
-            self.kv_elements
-        )
-        block = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * slot_bytes
+        cache_bytes = self.workload.longest * self.kv_elements * self.compute_bytes
+        slot_bytes = cache_bytes + self.window_bytes(self.kv_elements)
+        block_bytes = 2 * min(BLOCK_SEQUENCES, shape.gpu_batch_size) * slot_bytes
         for tier, column in CACHE.items():
             if tier not in (self.compute_tier, *self.host_attention_tiers):
-                staging[column] += block / config.num_cache_layers
+                staging[column] += block_bytes / self.config.num_cache_layers
         if resident or self.hardware.gpu is None:
             return {self.compute_tier: (staging,)}
         return {self.compute_tier: (staging,), "cpu": (affine(self._loader_buffer_bytes),)}

@@ -17,6 +17,7 @@ import numpy as np
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size, size
+from flexgen_helm.hardware.profile import MEASURED
 from flexgen_helm.planner.affine import (
     CACHE,
     CG,
@@ -30,8 +31,7 @@ from flexgen_helm.planner.affine import (
     affine,
 )
 from flexgen_helm.planner.cost_model import CHANNELS, RESOURCES, BlockCosts, block_costs
-from flexgen_helm.planner.placement import tier_fractions
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import BlockShape, Policy
 from flexgen_helm.planner.predict import (
     CostEstimate,
     as_placed,
@@ -40,7 +40,7 @@ from flexgen_helm.planner.predict import (
     shrunk,
     workload_seconds,
 )
-from flexgen_helm.planner.problem import MEASURED, BlockShape, PlanningProblem
+from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import AUTOMATIC, ZIGZAG, Schedule
 from flexgen_helm.tiers import TIER_PLACES, TIERS, Tier, limit_flag
 
@@ -80,14 +80,14 @@ _BATCH_SIZES = (
 )
 # Divisions of a block's prompts into passes that are tried, each twice as many as the one before;
 # and batches of blocks whose experts are streamed, which have their rows of the pass.
-_DIVISIONS, _FEW_BATCHES = 3, (1, 2, 4, 8, 20)
+_NUM_DIVISIONS, _FEW_BATCHES = 3, (1, 2, 4, 8, 20)
 # Relative differences below this count as equal; measured rates are no more exact.
 _EQUAL_WITHIN = 0.01
-# Candidates that are rounded and evaluated again.
-_ROUNDED = 12
-# Blocks that exceed their limit of time by more than this share are not rounded; rounding changes
-# what others take.
-_SLACK = 0.25
+# The best candidates, which are rounded and evaluated again.
+_NUM_ROUNDED = 12
+# Share by which a block that is not rounded yet may exceed the limit of time: rounding changes what
+# it takes.
+_UNROUNDED_TOLERANCE = 0.25
 # What brings bytes to where is computed. Of blocks that are alike the one is taken that reads
 # least: a processor and a disk that are shared with others hide less than planned.
 _READS = ("disk_read", "to_gpu")
@@ -134,13 +134,14 @@ class Candidate:
 
 def search(
     problem: PlanningProblem,
-    schedules: Sequence[Schedule] = AUTOMATIC,
+    schedule: Schedule | None = None,
     *,
     max_latency: float | None = None,
     fixed: Policy | None = None,
 ) -> Solution:
     """Return the policy with the highest throughput.
 
+    schedule: None for the best of `AUTOMATIC`.
     max_latency: seconds that a block may take.
     fixed: a policy whose weights are loaded already; the search chooses block, cache and hidden
         states.
@@ -148,17 +149,18 @@ def search(
     Raises `MemoryLimitError` with tier and missing bytes if nothing fits, or with the least latency
     if no block is quick enough.
     """
+    schedules = AUTOMATIC if schedule is None else (schedule,)
     candidates = _candidates(problem, schedules, fixed)
     quick = [
         candidate
         for candidate in candidates
-        if max_latency is None or candidate.block_s <= max_latency * (1 + _SLACK)
+        if max_latency is None or candidate.block_s <= max_latency * (1 + _UNROUNDED_TOLERANCE)
     ]
     rounded = (
         _round_to_placeable(problem, candidate, max_latency)
         for candidate in _by_preference(problem, quick)
     )
-    solutions = list(islice(filter(None, rounded), _ROUNDED))
+    solutions = list(islice(filter(None, rounded), _NUM_ROUNDED))
     if not solutions:
         if max_latency is not None:
             _require_latency(problem, candidates, max_latency)
@@ -174,8 +176,8 @@ def search(
                 if solution.prediction.tokens_per_s >= fastest * (1 - _EQUAL_WITHIN)
             ),
             key=lambda solution: (
-                _rank(_reads(problem, solution.reading_s, solution.policy.block_size)),
-                -_rank(solution.prediction.tokens_per_s),
+                _without_noise(_reading_s(problem, solution.reading_s, solution.policy.block_size)),
+                -_without_noise(solution.prediction.tokens_per_s),
                 not solution.schedule.is_single_pass,
                 solution.policy.block_size,
             ),
@@ -189,13 +191,15 @@ def search(
     )
 
 
-def _reads(problem: PlanningProblem, block_s: float, block: float) -> float:
+def _reading_s(problem: PlanningProblem, block_s: float, block_sequences: float) -> float:
     """Return the seconds of reading for the workload, or for each sequence of an endless one.
 
-    block_s: for a block of `block` sequences.
+    block_s: seconds of reading for a block of `block_sequences` sequences.
     """
-    blocks = 1 / block if problem.endless else -(-problem.workload.num_sequences // block)
-    return block_s * blocks
+    num_sequences = problem.workload.num_sequences
+    return block_s * (
+        1 / block_sequences if problem.endless else -(-num_sequences // block_sequences)
+    )
 
 
 def _exceeds_latency(prediction: CostEstimate, max_latency: float | None) -> bool:
@@ -227,15 +231,15 @@ def _by_preference(problem: PlanningProblem, candidates: Sequence[Candidate]) ->
 
     def preference(candidate: Candidate) -> tuple[float, ...]:
         shape, seconds = candidate.costs.shape, candidate.seconds_per_sequence
-        read = (
+        reading = (
             candidate.fractions[WEIGHTS["disk"]]
             if problem.places_experts
-            else _reads(problem, candidate.reading_s, candidate.costs.sequences)
+            else _reading_s(problem, candidate.reading_s, candidate.costs.sequences)
         )
         return (
             max((1 + _EQUAL_WITHIN) * fastest, seconds),
-            _rank(read),
-            _rank(seconds),
+            _without_noise(reading),
+            _without_noise(seconds),
             shape.num_sequences,
             shape.num_gpu_batches,
         )
@@ -243,7 +247,7 @@ def _by_preference(problem: PlanningProblem, candidates: Sequence[Candidate]) ->
     return sorted(candidates, key=preference)
 
 
-def _rank(value: float) -> float:
+def _without_noise(value: float) -> float:
     """Round to parts in a million, so that noise of the solver does not choose between equals."""
     return float(f"{value:.6g}")
 
@@ -298,15 +302,15 @@ def _candidates_of_shape(
     fixed: a policy whose weights are loaded already.
     """
     tier = problem.compute_tier
-    loaded = None if fixed is None else tier_fractions(fixed, "weights", tier == "gpu")
+    loaded = None if fixed is None else fixed.tier_fractions("weights", tier == "gpu")
     bounds = _bounds(problem)
-    for name, part in (loaded or {}).items():
-        bounds[WEIGHTS[name]] = (part, part)
-    passes, streamed = 1, 0
-    while streamed < _DIVISIONS and passes <= problem.most_passes(shape):
+    for weights_tier, share in (loaded or {}).items():
+        bounds[WEIGHTS[weights_tier]] = (share, share)
+    passes, num_solved = 1, 0
+    while num_solved < _NUM_DIVISIONS and passes <= problem.most_passes(shape):
         costs = block_costs(problem, replace(shape, passes=passes))
         if (candidate := _solve_program(problem, costs, bounds, loaded is not None)) is not None:
-            streamed += 1
+            num_solved += 1
             yield candidate
         passes *= 2
     if problem.stored_bytes <= problem.usable(tier) and not (loaded and loaded[tier] < 1):

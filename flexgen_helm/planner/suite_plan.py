@@ -13,7 +13,6 @@ from flexgen_helm.planner.measured_range import Expectation
 from flexgen_helm.planner.plan import Plan, make_plan, search_precisions
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.problem import PlanningProblem
-from flexgen_helm.planner.schedules import AUTOMATIC
 from flexgen_helm.planner.search import search
 from flexgen_helm.planner.workload import Workload
 
@@ -166,23 +165,25 @@ def _suite_plan(plan: Plan, entries: Sequence[EntryWorkload]) -> SuitePlan:
     for entry in entries:
         by_scenario.setdefault(entry.scenario, []).append(entry)
     scenarios = []
-    for of_scenario in by_scenario.values():
-        problem = replace(plan.problem, workload=suite_workload(of_scenario))
-        alone = plan if len(by_scenario) == 1 else Plan(problem, search(problem, AUTOMATIC))
-        scenarios.append(ScenarioPlan(of_scenario, alone, _expectation(alone, of_scenario)))
+    for scenario_entries in by_scenario.values():
+        problem = replace(plan.problem, workload=suite_workload(scenario_entries))
+        alone = plan if len(by_scenario) == 1 else Plan(problem, search(problem))
+        expected = _expectation(alone, scenario_entries)
+        scenarios.append(ScenarioPlan(scenario_entries, alone, expected))
     return SuitePlan(scenarios, plan, _expectation(plan, entries))
 
 
 def _expectation(plan: Plan, entries: Sequence[EntryWorkload]) -> Expectation:
+    """Return the seconds to expect: the range of runs, from shorter answers to longer ones."""
     shortest = _seconds(plan, suite_workload(entries, 1 / ANSWER_FACTOR))
     longest = _seconds(plan, suite_workload(entries, ANSWER_FACTOR))
-    low, high = plan.spread.of_time(shortest)[0], plan.spread.of_time(longest)[1]
+    low, high = plan.range.of_time(shortest)[0], plan.range.of_time(longest)[1]
     return Expectation(plan.solution.prediction.latency_s, low, high)
 
 
 def _seconds(plan: Plan, workload: Workload) -> float:
-    """Return the seconds of other lengths with the policy of a plan, in smaller batches if they do
-    not fit.
+    """Return the seconds of a workload of other lengths with the policy of a plan, in smaller
+    batches if they do not fit.
 
     A search would find policies that are as good or better; it takes a hundred times as long.
     """
@@ -191,16 +192,16 @@ def _seconds(plan: Plan, workload: Workload) -> float:
     problem, solution = replace(plan.problem, workload=workload), plan.solution
     policy = solution.policy
     while workload.mean_output == 1 or not solution.schedule.is_single_pass:
-        same = predict(problem, policy, solution.schedule)
-        if same.feasible:
-            return same.latency_s
+        prediction = predict(problem, policy, solution.schedule)
+        if prediction.feasible:
+            return prediction.latency_s
         if policy.block_size == 1:
             break
         if policy.num_gpu_batches > 1:
             policy = replace(policy, num_gpu_batches=int(policy.num_gpu_batches * _SMALLER))
         else:
             policy = replace(policy, gpu_batch_size=int(policy.gpu_batch_size * _SMALLER))
-    return search(problem, AUTOMATIC).prediction.latency_s
+    return search(problem).prediction.latency_s
 
 
 def suite_workload(entries: Sequence[EntryWorkload], factor: float = 1.0) -> Workload:

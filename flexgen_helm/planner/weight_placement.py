@@ -22,17 +22,12 @@ from functools import cached_property
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.files import exact_size
 from flexgen_helm.models.config import expert_of
-from flexgen_helm.planner.cache_sizes import cache_sizes
-from flexgen_helm.planner.placement import (
-    Machine,
-    StorageSizes,
-    achieved_fractions,
-    choose_tiers,
-    loader_buffer_bytes,
-    staging_sizes,
-    tier_fractions,
-)
+from flexgen_helm.planner.least_memory import sequence_bytes, vectors_and_sequence_bytes
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import achieved_fractions, choose_tiers
 from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.staging import StagingSizes, loader_buffer_bytes, staging_sizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limit_flag
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the
@@ -40,9 +35,6 @@ from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limi
 _WEIGHTS_SHARE: Mapping[Tier, float] = {"gpu": 0.75, "cpu": 0.5}
 # Share of host memory for the next weights of a gpu.
 _HOST_WEIGHTS_SHARE = 0.5
-# Positions of a sequence that has room on the compute tier whatever the weights are: a prompt of a
-# few examples.
-_LEAST_POSITIONS = 512
 # Share of the experts below which none stays on the compute tier.
 _FEW_EXPERTS = 0.1
 
@@ -54,9 +46,8 @@ class Placement:
 
     weights: matrix name -> tier. Vectors are not named: they are on the compute tier.
     cache, activations: fractions by tier.
-    staging_bytes: size of the staging ring, 0 if all weights are resident.
+    staging: of offloaded weights; no bytes if all weights are resident.
     compute_copies: resident matrices are kept in the compute dtype.
-    expert_bytes: of the slots for offloaded experts.
     """
 
     model: StorageSizes
@@ -64,9 +55,8 @@ class Placement:
     weights: Mapping[str, Tier]
     cache: Fractions
     activations: Fractions
-    staging_bytes: int
+    staging: StagingSizes
     compute_copies: bool
-    expert_bytes: int = 0
 
     @cached_property
     def shares(self) -> Fractions:
@@ -81,11 +71,7 @@ class Placement:
 
     @property
     def streams_weights(self) -> bool:
-        return self.all_staging_bytes > 0
-
-    @property
-    def all_staging_bytes(self) -> int:
-        return self.staging_bytes + self.expert_bytes
+        return self.staging.num_bytes > 0
 
 
 def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None = None) -> Placement:
@@ -97,19 +83,20 @@ def place_weights(model: StorageSizes, machine: Machine, policy: Policy | None =
     tier.
     """
     if policy is None:
-        plan = _by_rule(model, machine)
+        placement = _by_rule(model, machine)
     else:
-        shares = (tier_fractions(policy, kind, machine.has_gpu) for kind in KINDS)
-        plan = _placed(model, machine, *shares)
-    for tier, num_bytes in _missing_of(plan).items():
+        shares = (policy.tier_fractions(kind, machine.has_gpu) for kind in KINDS)
+        placement = _placed(model, machine, *shares)
+    for tier, num_bytes in _missing_of(placement).items():
         raise MemoryLimitError(
             f"the {tier} tier is limited to {exact_size(machine.limits[tier])}, and the weights "
             f"with their staging need {exact_size(num_bytes)} more there: raise {limit_flag(tier)}"
         )
-    return plan
+    return placement
 
 
 def _by_rule(model: StorageSizes, machine: Machine) -> Placement:
+    """Place the weights by the rule of thumb."""
     on_compute_tier: Fractions = {tier: float(tier == machine.compute_tier) for tier in TIERS}
     resident = _placed(model, machine, *[on_compute_tier] * 3)
     left = left_beside_all(model, machine)
@@ -117,9 +104,9 @@ def _by_rule(model: StorageSizes, machine: Machine) -> Placement:
         return resident
     in_host_memory: Fractions = {tier: float(tier == "cpu") for tier in TIERS}
     weights = rule_of_thumb(model, machine)
-    plan = _placed(model, machine, weights, in_host_memory, on_compute_tier)
+    streamed = _placed(model, machine, weights, in_host_memory, on_compute_tier)
     # resident weights may leave little room for a run, but these cannot be streamed either
-    return resident if left >= 0 and _missing_of(plan) else plan
+    return resident if left >= 0 and _missing_of(streamed) else streamed
 
 
 def _placed(
@@ -131,9 +118,9 @@ def _placed(
 ) -> Placement:
     """Place whole matrices by these fractions."""
     placed = choose_tiers(model.matrices, weights)
-    used = staging_sizes(model, machine.compute_limit).used(placed, machine.compute_tier)
-    copies = not used.num_bytes and keeps_copies(model, machine)
-    return Placement(model, machine, placed, cache, activations, used.ring, copies, used.experts)
+    staging = staging_sizes(model, machine.compute_limit).used(placed, machine.compute_tier)
+    copies = not staging.num_bytes and keeps_copies(model, machine)
+    return Placement(model, machine, placed, cache, activations, staging, copies)
 
 
 def left_beside_all(model: StorageSizes, machine: Machine) -> int:
@@ -142,12 +129,13 @@ def left_beside_all(model: StorageSizes, machine: Machine) -> int:
     return machine.compute_limit - model.matrix_bytes - beside
 
 
-def _missing_of(plan: Placement) -> dict[Tier, int]:
-    model, machine = plan.model, plan.machine
-    weight_bytes = {tier: sum(plan.bytes_on(tier).values()) for tier in TIERS}
-    if plan.compute_copies:  # all weights are resident
+def _missing_of(placement: Placement) -> dict[Tier, int]:
+    """Return the bytes that tiers lack for a placement."""
+    model, machine = placement.model, placement.machine
+    weight_bytes = {tier: sum(placement.bytes_on(tier).values()) for tier in TIERS}
+    if placement.compute_copies:  # all weights are resident
         weight_bytes[machine.compute_tier] = model.num_values * machine.compute_bytes
-    return missing_bytes(model, machine, weight_bytes, plan.all_staging_bytes)
+    return missing_bytes(model, machine, weight_bytes, placement.staging.num_bytes)
 
 
 def missing_bytes(
@@ -163,20 +151,20 @@ def missing_bytes(
 
 
 def rule_of_thumb(model: StorageSizes, machine: Machine) -> Fractions:
-    """Return the fractions by tier of weights that the compute tier does not hold."""
+    """Return the fractions by tier of weights of which the compute tier cannot have all."""
     compute_tier, compute_bytes = machine.compute_tier, machine.compute_bytes
     total = model.matrix_bytes
     room = machine.compute_limit - staging_sizes(model, machine.compute_limit).num_bytes
     room -= sequence_bytes(model, compute_bytes)
     room -= 0 if machine.has_gpu else loader_buffer_bytes(model, has_gpu=False)
-    near = max(0.0, _WEIGHTS_SHARE[compute_tier] * room - model.vector_bytes(compute_bytes)) / total
-    near = min(1.0, near)
+    for_matrices = _WEIGHTS_SHARE[compute_tier] * room - model.vector_bytes(compute_bytes)
+    resident = min(1.0, max(0.0, for_matrices) / total)
     on_host = (
-        min(1.0 - near, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total)
+        min(1.0 - resident, _HOST_WEIGHTS_SHARE * machine.limits["cpu"] / total)
         if machine.has_gpu
         else 0.0
     )
-    return {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - near - on_host, compute_tier: near}
+    return {"gpu": 0.0, "cpu": on_host, "disk": 1.0 - resident - on_host, compute_tier: resident}
 
 
 def keeps_copies(model: StorageSizes, machine: Machine) -> bool:
@@ -213,71 +201,17 @@ def _excess_bytes(policy: Policy, model: StorageSizes, machine: Machine) -> int:
 
     Few experts on the compute tier are moved off too: the memory helps hidden states more.
     """
-    placed = choose_tiers(model.matrices, tier_fractions(policy, "weights", machine.has_gpu))
-    near = {
+    placed = choose_tiers(model.matrices, policy.tier_fractions("weights", machine.has_gpu))
+    resident = {
         name: size for name, size in model.matrices.items() if placed[name] == machine.compute_tier
     }
-    taken = sum(near.values())
-    if taken in (0, model.matrix_bytes):
+    resident_bytes = sum(resident.values())
+    if resident_bytes in (0, model.matrix_bytes):
         return 0
     staging = staging_sizes(model, machine.compute_limit).num_bytes
-    beside = _vectors_and_sequence_bytes(model, machine.compute_bytes) + staging
-    excess = taken + beside - machine.compute_limit
-    experts = sum(size for name, size in near.items() if expert_of(name))
+    beside = vectors_and_sequence_bytes(model, machine.compute_bytes) + staging
+    excess = resident_bytes + beside - machine.compute_limit
+    experts = sum(size for name, size in resident.items() if expert_of(name))
     if experts < _FEW_EXPERTS * sum(stage.expert_bytes for stage in model.stages.values()):
         excess = max(excess, experts)
     return excess
-
-
-def sequence_bytes(model: StorageSizes, compute_bytes: int) -> int:
-    """Return what weights leave free on the compute tier, so that a sequence of `_LEAST_POSITIONS`
-    can run at least.
-
-    It counts two layers of its cache, its states, and its hidden states; the cache may be on any
-    tier.
-    """
-    config = model.config
-    sizes = cache_sizes(config, model.precision.cache, compute_bytes, on_disk=True)
-    positions = min(_LEAST_POSITIONS, config.max_positions)
-    hidden_bytes = config.state_size * compute_bytes
-    beside = sizes.state_bytes + 2 * sizes.layer_window_bytes
-    return beside + positions * (2 * sizes.layer_bytes_per_token + hidden_bytes)
-
-
-def _vectors_and_sequence_bytes(model: StorageSizes, compute_bytes: int) -> int:
-    """Return the bytes of the compute tier that vectors and a short sequence take."""
-    return model.vector_bytes(compute_bytes) + sequence_bytes(model, compute_bytes)
-
-
-def least_limit(model: StorageSizes, compute_bytes: int) -> int:
-    """Return the bytes with which a sequence of some hundred tokens runs, its weights streamed or
-    resident.
-
-    compute_bytes: of an element in the compute dtype.
-    """
-    beside = _vectors_and_sequence_bytes(model, compute_bytes)
-    limit = beside
-    # The staging ring grows with the limit, by less than the half of it.
-    while (needed := beside + staging_sizes(model, limit).num_bytes) > limit:
-        limit = needed
-    return min(limit, beside + model.matrix_bytes)
-
-
-def require_least_memory(model: StorageSizes, machine: Machine, name: str) -> None:
-    """Raise `MemoryLimitError` with all that a run needs, if not even the weights can pass through
-    the compute tier.
-
-    What is only short of room for a long sequence passes: a run may have short ones.
-    """
-    limit, staging = machine.compute_limit, staging_sizes(model, machine.compute_limit).num_bytes
-    vector_bytes = model.vector_bytes(machine.compute_bytes)
-    if limit < vector_bytes + min(staging, model.matrix_bytes):
-        least = least_limit(model, machine.compute_bytes)
-        tier = machine.compute_tier
-        if machine.has_gpu:  # computing may have a third of the limit
-            least += -(-least // 2)
-        raise MemoryLimitError(
-            f"the {tier} tier is limited to {exact_size(limit)}, and {name} runs with "
-            f"{exact_size(least)} or more there, for its staging and a sequence of some hundred "
-            f"tokens: raise {limit_flag(tier)}"
-        )

@@ -15,7 +15,7 @@ for all users.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flexgen_helm.models.config import ModelConfig
@@ -81,12 +81,11 @@ class PrefixCostModel:
     token_overhead: float = 0.0
     step_overhead: int = 0
 
-    def costs(self, end: int, users: Sequence[Prompt]) -> float:
+    def of_prefix(self, end: int, users: Sequence[Prompt]) -> float:
         """Return the cost of a prefix up to `end`; prompts and every step count as a batch each."""
-        behind = sum(len(user.tokens) - end + user.steps for user in users)
-        return (
-            self.overhead * (1 + max(user.steps for user in users)) + self.token_overhead * behind
-        )
+        later_tokens = sum(len(user.tokens) - end + user.steps for user in users)
+        num_batches = 1 + max(user.steps for user in users)
+        return self.overhead * num_batches + self.token_overhead * later_tokens
 
 
 # Shares what prompts have in common however short it is.
@@ -97,7 +96,7 @@ def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[Pref
     """Return a forest in which the index of every prompt occurs once, the longest prompts first."""
     order = sorted(range(len(prompts)), key=lambda index: prompts[index].tokens)
     roots: list[PrefixNode | int] = []
-    under: dict[int, PrefixNode] = {}  # the deepest prefix of a prompt
+    deepest: dict[int, PrefixNode] = {}  # chosen prefix of a prompt, by its index
     path: list[tuple[PrefixNode, int]] = []  # chosen prefixes that are open, with their last prompt
     for first, last, depth in _branchings([prompts[index].tokens for index in order]):
         while path and path[-1][1] < first:
@@ -112,27 +111,41 @@ def plan_prefixes(prompts: Sequence[Prompt], cost: PrefixCostModel) -> list[Pref
             end = min(end, depth - 1)
         prefix = PrefixNode(end // cost.group_tokens * cost.group_tokens, parent, users)
         sharing = [prompts[index] for index in users]
-        if prefix.end <= prefix.start or prefix.saved < cost.costs(prefix.end, sharing):
+        if prefix.end <= prefix.start or prefix.saved < cost.of_prefix(prefix.end, sharing):
             continue
         if not _fits(prefix, sharing, len(path) + 1, cost):
             continue
         path.append((prefix, last))
         (parent.members if parent is not None else roots).append(prefix)
-        under.update(dict.fromkeys(users, prefix))
+        deepest.update(dict.fromkeys(users, prefix))
     for index in order:
-        (under[index].members if index in under else roots).append(index)
+        (deepest[index].members if index in deepest else roots).append(index)
     _sort(roots, prompts)
     return roots
 
 
-def with_numbers(
+def shared_prefixes(
+    users: Iterable[Sequence[Prompt]], cost: PrefixCostModel
+) -> list[PrefixNode | int]:
+    """Return the forest of prompt beginnings that are worth computing once; its leaves are numbers
+    of requests.
+
+    users: `Request.prefix_users` of each request; its number occurs as often as it has prompts.
+    """
+    prompts = [(number, prompt) for number, of_request in enumerate(users) for prompt in of_request]
+    return _renumbered(
+        plan_prefixes([prompt for _, prompt in prompts], cost), [number for number, _ in prompts]
+    )
+
+
+def _renumbered(
     members: Sequence[PrefixNode | int], numbers: Sequence[int]
 ) -> list[PrefixNode | int]:
     """Return the forest with `numbers[index]` in place of every index; changes its nodes."""
     for member in members:
         if isinstance(member, PrefixNode):
             member.users = [numbers[index] for index in member.users]
-            member.members = with_numbers(member.members, numbers)
+            member.members = _renumbered(member.members, numbers)
     return [member if isinstance(member, PrefixNode) else numbers[member] for member in members]
 
 
@@ -149,8 +162,8 @@ def _fits(prefix: PrefixNode, users: Sequence[Prompt], depth: int, cost: PrefixC
     needs_alone = (
         len(user.tokens) + user.steps * step + cost.slot_overhead for user in users if user.steps
     )
-    most = max((need for need in needs_alone if need <= cost.room), default=0)
-    return most + overhead <= cost.room
+    largest = max((need for need in needs_alone if need <= cost.room), default=0)
+    return largest + overhead <= cost.room
 
 
 def prefixes_of(members: Sequence[PrefixNode | int]) -> Iterator[PrefixNode]:
@@ -185,9 +198,11 @@ def dissolve(
 def _branchings(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     """Return the maximal runs (first, last, depth) of sorted prompts that share `depth` tokens;
     outer ones first.
+
+    A run ends, deepest first, where the next prompt shares fewer tokens with its neighbour.
     """
     runs: list[tuple[int, int, int]] = []
-    open_: list[tuple[int, int]] = []  # depth, first
+    open_: list[tuple[int, int]] = []  # depth and first prompt of runs that go on
     for end in range(1, len(prompts) + 1):
         depth = common_length(prompts[end - 1], prompts[end]) if end < len(prompts) else 0
         first = end - 1

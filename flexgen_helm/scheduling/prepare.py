@@ -1,6 +1,4 @@
-"""From the caller's requests to distinct requests, the prefixes that they share, and their
-sequences. No torch.
-"""
+"""Check and encode the caller's requests, and join equal ones. No torch."""
 
 from __future__ import annotations
 
@@ -9,31 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import index
-from typing import NamedTuple
 
 from flexgen_helm.errors import ContextLengthError, RequestError
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.request import GenerationRequest
-from flexgen_helm.scheduling.prefix_tree import (
-    PrefixCostModel,
-    PrefixNode,
-    Prompt,
-    plan_prefixes,
-    with_numbers,
-)
-from flexgen_helm.scheduling.sequence import Request, Sequence, SequenceKind
+from flexgen_helm.scheduling.sequence import Request
 from flexgen_helm.tokenizer.chat import ChatFormat
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class EncodedRequests:
-    """Distinct requests, each with the indices of those that asked for it, and those that cannot be
-    served.
+    """Requests of a run that can be served, equal ones once, and the others.
 
-    refused: index -> why.
+    distinct: each with the indices, in the caller's list, of those that are equal to it.
+    refused: index in the caller's list -> why it cannot be served.
     """
 
     distinct: list[Request]
@@ -50,7 +39,7 @@ def prepare(
     """Encode requests, check them against model and schedule, and join equal ones; a bad request
     fails alone.
 
-    schedule: None where it follows from the requests.
+    schedule: None where the planner chooses one that these requests can have.
     chat: renders messages, and plain prompts that generate if it applies; None without a tokenizer.
     """
     refused: dict[int, Exception] = {}
@@ -83,129 +72,6 @@ def prepare(
             continue
         distinct.setdefault(_identity(prepared), prepared).indices.append(number)
     return EncodedRequests(list(distinct.values()), refused)
-
-
-def shared_prefixes(
-    requests: abc.Sequence[Request], cost: PrefixCostModel, by_completion: bool = False
-) -> list[PrefixNode | int]:
-    """Return the forest of prompt beginnings that are worth computing once; its leaves are indices
-    in `requests`.
-
-    by_completion: continuations of one prompt cannot attend to the cache of all of it, so each
-        completion is a user of its own; the request's index then occurs as often.
-    """
-    prompts, indices = [], []
-    for index_of_request, request in enumerate(requests):
-        asked = request.request
-        num_unfinished = len(request.unfinished)
-        # nothing follows: the last one is not fed
-        fed = request.tokens if num_unfinished else request.tokens[:-1]
-        prompt = Prompt(fed, asked.echo_logprobs, asked.max_fed_tokens)
-        # Completions that were interrupted are prompts of their own.
-        apart = request.num_resumed or (by_completion and asked.max_fed_tokens)
-        count = max(1, num_unfinished) if apart else 1
-        prompts += [prompt] * count
-        indices += [index_of_request] * count
-    return with_numbers(plan_prefixes(prompts, cost), indices)
-
-
-class _Draw(NamedTuple):
-    """Completions that continue one prompt.
-
-    first, num_completions: index of the first, and how many.
-    known_ids: tokens that an interrupted run has drawn of the first.
-    """
-
-    first: int
-    num_completions: int
-    known_ids: list[int]
-
-
-def make_sequences(
-    request: Request, prefixes: tuple[Sequence, ...], limits: SchedulerLimits, shares_prompts: bool
-) -> list[Sequence]:
-    """Return the sequences of one request behind its shared prefixes; the request learns of them.
-
-    Several completions continue one prompt's cache. Those that do not fit at once are split over
-    several sequences of the prompt, each of which computes it anew. One that was interrupted has
-    its tokens behind the prompt.
-
-    shares_prompts: whether a sequence can attend to all of another's cache; if not, each completion
-        computes the prompt.
-    Raises `RequestError` where not even one completion fits.
-    """
-    asked, num_completions = request.request, request.num_completions
-    at_once = _completions_at_once(request, len(prefixes), limits, shares_prompts)
-    draws: list[_Draw] = []
-    if asked.max_fed_tokens or request.num_resumed:
-        for first in request.unfinished[::at_once]:
-            draw_count = min(at_once, num_completions - first)
-            draws.append(_Draw(first, draw_count, request.completions[first].ids))
-    elif asked.max_tokens:
-        draws.append(_Draw(0, num_completions, request.completions[0].ids))
-    prompts = [
-        _prompt_sequence(request, prefixes, draw, branches=at_once > 1, is_first=number == 0)
-        for number, draw in enumerate(draws or [_Draw(0, 0, [])])
-    ]
-    request.num_sequences += len(prompts)
-    if asked.echo_logprobs:
-        request.scored = (*prefixes, prompts[0])
-    return prompts
-
-
-def _prompt_sequence(
-    request: Request, prefixes: tuple[Sequence, ...], draw: _Draw, branches: bool, is_first: bool
-) -> Sequence:
-    """Return the sequence of a prompt.
-
-    branches: its completions are continuations, sequences of their own.
-    is_first: of the request's prompts, which is the one that is scored.
-    """
-    asked, start = request.request, sum(prefix.prompt_len for prefix in prefixes)
-    tokens = [*request.tokens[start:], *draw.known_ids]
-    left = asked.max_tokens - len(draw.known_ids) if draw.num_completions else 0
-    return Sequence(
-        SequenceKind.PROMPT,
-        (request,),
-        tokens,
-        len(tokens),
-        start,
-        prefixes,
-        # 1 where it branches: the last token is fed, but what follows it lives in continuations.
-        max_new_tokens=1 if branches else left,
-        num_draws=draw.num_completions,
-        first_completion=draw.first,
-        num_continuations=draw.num_completions if branches else 0,
-        continuation_tokens=asked.max_fed_tokens if branches else 0,
-        needs_cache=left > 1,
-        needs_scores=asked.echo_logprobs and is_first,
-        needs_greedy=asked.echo_greedy and is_first,
-        num_top=asked.top_logprobs,
-        length_group=request.length_group,
-    )
-
-
-def _completions_at_once(
-    request: Request, num_prefixes: int, limits: SchedulerLimits, shares_prompts: bool
-) -> int:
-    """Return how many completions continue the cache of one prompt; with 1 each continues a prompt
-    of its own.
-
-    Raises `RequestError` where not even one completion fits.
-    """
-    steps, completions = request.request.max_fed_tokens, request.num_completions
-    room, slots = limits.cache_tokens, 1 + num_prefixes
-    needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
-    if steps and needed > room:
-        raise RequestError(
-            f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for "
-            f"{room}; raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
-        )
-    if completions == 1 or not steps or not shares_prompts or request.num_resumed:
-        return 1
-    reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
-    have_room = 1 + (room - needed - limits.slot_overhead) // reserved
-    return max(1, min(completions, have_room, limits.max_sequences - 1, limits.max_states - slots))
 
 
 def _require_texts(
@@ -276,7 +142,7 @@ def _with_context(
 
 
 def _check(request: Request, config: ModelConfig, schedule: Schedule | None) -> None:
-    tokens, max_tokens = request.tokens, request.request.max_tokens
+    tokens, max_tokens = request.tokens, request.original.max_tokens
     if schedule is not None and schedule.is_single_pass and max_tokens > 1:
         raise RequestError(
             f"max_tokens is {max_tokens} and the schedule {schedule} draws one token at most; take "
@@ -289,12 +155,12 @@ def _check(request: Request, config: ModelConfig, schedule: Schedule | None) -> 
             f"the model's window of {config.max_positions} tokens{config.context_end}; shorten the "
             "prompt or lower max_tokens"
         )
-    if request.request.top_logprobs > config.vocab_size:
+    if request.original.top_logprobs > config.vocab_size:
         raise RequestError(
-            f"top_logprobs is {request.request.top_logprobs}; the vocabulary has "
+            f"top_logprobs is {request.original.top_logprobs}; the vocabulary has "
             f"{config.vocab_size} tokens"
         )
-    drawn = (token for completion in request.request.drawn for token, *_ in completion)
+    drawn = (token for completion in request.original.drawn for token, *_ in completion)
     for token in chain(tokens, drawn):
         if not 0 <= token < config.vocab_size:
             raise RequestError(
@@ -317,9 +183,11 @@ def token_refusal(tokens: abc.Sequence[int], config: ModelConfig) -> RequestErro
 
 def _identity(request: Request) -> tuple[object, ...]:
     """Return what is equal for requests whose answers are equal by definition."""
-    asked = request.request
-    if not asked.temperature:
-        asked = replace(asked, top_p=1.0, seed=0)
-    ids, stop = tuple(request.tokens), tuple(asked.stop)
-    content = replace(asked, prompt=None, messages=None, prompt_token_ids=ids, stop=stop, drawn=())
+    original = request.original
+    if not original.temperature:  # nothing is random
+        original = replace(original, top_p=1.0, seed=0)
+    ids, stop = tuple(request.tokens), tuple(original.stop)
+    content = replace(
+        original, prompt=None, messages=None, prompt_token_ids=ids, stop=stop, drawn=()
+    )
     return content, request.num_context

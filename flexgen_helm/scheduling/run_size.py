@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import replace
 
-from flexgen_helm.planner.run_plan import RunSize
+from flexgen_helm.planner.run_memory import RunSize
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefixes_of
-from flexgen_helm.scheduling.prepare import shared_prefixes
-from flexgen_helm.scheduling.sequence import AnswerLengths, Request
+from flexgen_helm.scheduling.forecast import AnswerLengths
+from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefixes_of, shared_prefixes
+from flexgen_helm.scheduling.sequence import Request
 from flexgen_helm.tiers import LONG_ANSWER_TOKENS
 
 
@@ -23,7 +23,7 @@ def run_size(
     """Return what a plan must know of a run's requests; the arguments are those of
     `planned_workload`.
     """
-    decoded = [request for request in requests if request.request.max_fed_tokens]
+    decoded = [request for request in requests if request.original.max_fed_tokens]
     return RunSize(
         longest=max(map(_positions, requests), default=1),
         prompt_tokens=sum(
@@ -32,7 +32,7 @@ def run_size(
         ),
         max_early_stop_tokens=max((request.length_group or 0 for request in requests), default=0),
         longest_decoded=max(map(_positions, decoded), default=0),
-        longest_steps=max((request.request.max_fed_tokens for request in decoded), default=0),
+        longest_steps=max((request.original.max_fed_tokens for request in decoded), default=0),
         decodes=bool(decoded),
         workload=planned_workload(requests, cost, with_prefixes, cache_format),
     )
@@ -40,7 +40,7 @@ def run_size(
 
 def _positions(request: Request) -> int:
     """Return the positions of one completion with its prompt."""
-    return len(request.tokens) + request.request.max_fed_tokens
+    return len(request.tokens) + request.original.max_fed_tokens
 
 
 def planned_workload(
@@ -65,13 +65,12 @@ def planned_workload(
     multiple = 1 if cache_format is None else cache_format.prefix_multiple
     saved_tokens = 0
     if with_prefixes and multiple is not None:
-        forest = shared_prefixes(
-            requests, replace(cost, group_tokens=multiple), cache_format is not None
-        )
+        users = (request.prefix_users(cache_format is not None) for request in requests)
+        forest = shared_prefixes(users, replace(cost, group_tokens=multiple))
         saved_tokens = sum(prefix.saved for prefix in prefixes_of(forest))
     for request in requests:
         # its completions share the whole prompt
-        if cache_format is None or not request.request.max_fed_tokens:
+        if cache_format is None or not request.original.max_fed_tokens:
             saved_tokens += (request.num_completions - 1) * len(request.tokens)
     return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
 
@@ -90,26 +89,26 @@ def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Worklo
 
 
 def _scored_tokens(requests: abc.Sequence[Request], saved_tokens: int) -> int:
-    """Return how many prompt tokens pass the head: once a request, and once for all that share a
-    beginning.
+    """Return how many prompt tokens pass the head: each of a request once, and those of a shared
+    beginning once for all.
     """
     scored = sum(
-        max(0, len(request.tokens) - 1) for request in requests if request.request.echo_logprobs
+        max(0, len(request.tokens) - 1) for request in requests if request.original.echo_logprobs
     )
     total = sum(len(request.tokens) for request in requests)
-    by_completions = sum(
+    saved_by_completions = sum(
         (request.num_completions - 1) * len(request.tokens) for request in requests
     )
     if not scored:
         return 0
     # Beginnings that are scored are taken to be shared as often as those that are not.
-    shared_share = max(0, saved_tokens - max(0, by_completions)) / total
+    shared_share = max(0, saved_tokens - saved_by_completions) / total
     return round(scored * max(0.0, 1 - shared_share))
 
 
 def _expected_output(request: Request, num_resumed: int = 0) -> int:
     """Return the output tokens to plan for: if a long answer may end early, the expected ones."""
-    most, group = max(1, request.request.max_tokens - num_resumed), request.length_group
+    most, group = max(1, request.original.max_tokens - num_resumed), request.length_group
     if group is None or group <= LONG_ANSWER_TOKENS:
         return most
     return round(AnswerLengths().expected_tokens(group, most))

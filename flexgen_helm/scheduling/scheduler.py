@@ -1,5 +1,5 @@
-"""Which sequences are in the next pass: admission within the cache's limit, growth, preemption,
-batches. No torch.
+"""Which sequences are in the next pass: admission within the cache's limit, the layout of cache
+blocks, their growth, preemption, batches. No torch.
 
 The scheduler decides by numbers alone: it knows sequences and how many positions of cache they
 take, no tensors.
@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from flexgen_helm.planner.limits import SchedulerLimits
+from flexgen_helm.scheduling.forecast import AnswerLengths, CacheDemand, Forecast
 from flexgen_helm.scheduling.sequence import (
-    AnswerLengths,
     Batch,
     CacheBlock,
-    CacheDemand,
-    Forecast,
     ScheduledTokens,
     Sequence,
     SequenceKind,
@@ -83,22 +81,22 @@ class BlockLayout:
         decoding: all blocks that may take part; each is in one group at most.
         room: positions that joined blocks may take beyond what their parts take alone.
         """
-        left = dict.fromkeys(sorted(decoding, key=lambda block: block.longest))
+        ungrouped = dict.fromkeys(sorted(decoding, key=lambda block: block.longest))
         groups = []
-        for block in [block for block in left if block in replaced]:
-            if block not in left:
+        for block in [block for block in ungrouped if block in replaced]:
+            if block not in ungrouped:
                 continue
-            group, more = [block], 0
-            del left[block]
-            for neighbour in list(left):
+            group, widened = [block], 0
+            del ungrouped[block]
+            for neighbour in list(ungrouped):
                 widening = self._widening([*group, neighbour], replaced)
                 # Continuations that have just branched off have nothing in the cache yet, and so no
                 # tier.
                 if neighbour.tier == block.tier and widening is not None and widening <= room:
                     group.append(neighbour)
-                    more = max(0, widening)
-                    del left[neighbour]
-            room -= more
+                    widened = max(0, widening)
+                    del ungrouped[neighbour]
+            room -= widened
             groups.append(group)
         return groups
 
@@ -127,7 +125,7 @@ class BlockLayout:
     def _widening(
         self, group: SequenceOf[CacheBlock], replaced: Collection[CacheBlock]
     ) -> int | None:
-        """Return the positions that blocks take more as one than apart; None if they do not belong
+        """Return how many positions more blocks take as one than apart; None if they do not belong
         together.
         """
         widths = [self._width([sequence]) for block in group for sequence in block.sequences]
@@ -437,6 +435,7 @@ class Scheduler:
         return admitted
 
     def _leave_queue(self, sequence: Sequence) -> None:
+        """Take the head of the queue out of it, and out of what is expected of those that wait."""
         self._waiting.popleft()
         self._preempted.discard(sequence)
         self._waiting_prompts -= sequence.num_pending
@@ -507,13 +506,13 @@ class Scheduler:
         )
 
     def _seat(self, sequences: list[Sequence], forecast: Forecast | None) -> int:
-        """Open a block; return its positions."""
+        """Open a block, which the forecast counts from now on; return its positions."""
         if forecast is not None:
             forecast.add(self._demand(sequences, is_new=True))
         return self._open(sequences).positions
 
     def _open(self, sequences: list[Sequence]) -> CacheBlock:
-        """Seat sequences in a new block, as wide as the widest of them needs."""
+        """Seat sequences in a new block, as wide as the widest of them needs; return it."""
         block = self._layout.new_block(sequences)
         for slot, sequence in enumerate(sequences):
             sequence.block, sequence.slot = block, slot
@@ -528,7 +527,7 @@ class Scheduler:
         return sum(positions) + sum(self._reserved.values())
 
     def _preempt(self, sequence: Sequence) -> CacheBlock:
-        """Return a sequence to the queue's head; return its block, whose other slots stay where
+        """Put a sequence back to the queue's head; return its block, whose other slots stay where
         they are.
         """
         del self._running[sequence]
@@ -573,8 +572,8 @@ class Scheduler:
         tokens = 0
         for bundle in bundles:
             count = sum(item.count for item in bundle)
-            many = len(items) + len(bundle) > self._limits.batch_sequences
-            if items and (many or tokens + count > self._limits.batch_tokens):
+            too_many = len(items) + len(bundle) > self._limits.batch_sequences
+            if items and (too_many or tokens + count > self._limits.batch_tokens):
                 yield Batch(tuple(items), is_prefill)
                 items, tokens = [], 0
             items += bundle

@@ -1,5 +1,5 @@
-"""What moves through the model: requests, their sequences, cache blocks and the batches of a pass.
-No torch.
+"""What moves through the model: requests with their completions, the sequences that are made of
+them, cache blocks, and the batches of a pass. No torch.
 
 A request becomes one or more sequences, lines of tokens that have caches:
 
@@ -11,15 +11,13 @@ A request becomes one or more sequences, lines of tokens that have caches:
 from __future__ import annotations
 
 import enum
-import hashlib
-from collections import Counter, abc
+from collections import abc
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from flexgen_helm.errors import RequestError
+from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.request import (
     Completion,
     Cost,
@@ -29,42 +27,13 @@ from flexgen_helm.request import (
     GenerationResult,
     TopLogprobs,
 )
+from flexgen_helm.scheduling.prefix_tree import Prompt
+from flexgen_helm.scheduling.sampling_params import SamplingParams, draw_key
 from flexgen_helm.tiers import Tier
 from flexgen_helm.tokenizer.stop_strings import StopMatcher
 from flexgen_helm.tokenizer.thinking import ThinkingTracker
 
 Score = TypeVar("Score")
-
-# How tokens are drawn: parameters, and randomness that belongs to the request alone.
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one token is chosen.
-
-    temperature: 0 takes the most probable token.
-    top_p: probability mass of the nucleus, in (0, 1].
-    key: 64 bits with a sign, from which the noise of each token id follows; ignored at temperature
-        0.
-    forced: the token to take whatever its probability; None for none.
-    prompt, drawn: the tokens before it, which generation settings depend on.
-    """
-
-    temperature: float
-    top_p: float
-    key: int
-    forced: int | None = None
-    prompt: abc.Sequence[int] = ()
-    drawn: abc.Sequence[int] = ()
-
-
-def draw_key(seed: int, completion: int, step: int) -> int:
-    """Return the key of token `step` of completion `completion`: a function of these three alone.
-
-    So the same request draws the same tokens in every batch, schedule, order and resumed run.
-    """
-    digest = hashlib.sha256(f"{seed}/{completion}/{step}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
 
 
 class CompletionState:
@@ -102,7 +71,7 @@ class CompletionState:
         return self._ids
 
     def resume(self, drawn: Iterable[DrawnToken], eos_ids: Collection[int]) -> None:
-        """Take the tokens that an earlier run has drawn."""
+        """Take the tokens that an earlier run has drawn; those behind the end are left out."""
         for token in drawn:
             if self.finish_reason is None:
                 self._forced()  # notes where the end of thinking began
@@ -160,6 +129,7 @@ class CompletionState:
         return self.finish_reason is not None
 
     def result(self) -> Completion:
+        """Return the completion so far, up to a stop string."""
         reason = self.finish_reason or "length"
         logprobs = tuple(self._logprobs)
         top = tuple(self._top)
@@ -175,7 +145,7 @@ class CompletionState:
 class Request:
     """One distinct request of a run, its completions and its costs.
 
-    request: as the caller asked.
+    original: what the caller asked for.
     tokens: the prompt as it is computed.
     num_context: leading tokens that the caller did not ask for (the BOS that an empty prompt is
         conditioned on).
@@ -192,7 +162,7 @@ class Request:
         num_context: int,
         token_bytes: Callable[[int], bytes] | None,
     ) -> None:
-        self.request = request
+        self.original = request
         self.tokens = list(tokens)
         self.num_context = num_context
         self.indices: list[int] = []
@@ -200,8 +170,9 @@ class Request:
         self.num_completions = (
             1 if request.temperature == 0.0 or not request.max_tokens else request.n
         )
-        drawn = self.num_completions if request.max_tokens else 0
-        self.completions = [CompletionState(request, i, token_bytes) for i in range(drawn)]
+        # A prompt that is only scored has none in progress.
+        in_progress = range(self.num_completions if request.max_tokens else 0)
+        self.completions = [CompletionState(request, i, token_bytes) for i in in_progress]
         self.scored: tuple[Sequence, ...] = ()
         self.num_sequences = 0
         self.length_group: int | None = None
@@ -232,7 +203,7 @@ class Request:
 
     def resume(self, eos_ids: Collection[int]) -> None:
         """Take what an earlier run has drawn."""
-        for completion, drawn in zip(self.completions, self.request.drawn):
+        for completion, drawn in zip(self.completions, self.original.drawn):
             completion.resume(drawn, eos_ids)
 
     def charge(
@@ -248,58 +219,81 @@ class Request:
         self._batch_size = max(self._batch_size, batch_size)
 
     def results(self) -> list[GenerationResult]:
-        """Return one result for each index; what was computed is split evenly, and tokens count for
-        each.
+        """Return one equal result for each index.
+
+        Computed tokens, FLOPs and seconds are split evenly among them; prompt and output tokens
+        count in full for each.
         """
-        request = self.request
-        asked = tuple(self.tokens[self.num_context :])
+        request = self.original
+        prompt_ids = tuple(self.tokens[self.num_context :])
         if self.error is not None:
             return [
-                GenerationResult(prompt_token_ids=asked, error=self.error) for _ in self.indices
+                GenerationResult(prompt_token_ids=prompt_ids, error=self.error)
+                for _ in self.indices
             ]
-        done = [completion.result() for completion in self.completions] or [
+        completions = [completion.result() for completion in self.completions] or [
             Completion("", (), (), (), "length")
         ]
-        completions = done * request.n if len(done) == 1 else done
+        # All completions are the same where one was computed for all.
+        repeats = request.n if len(completions) == 1 else 1
         scored = [sequence.scores for sequence in self.scored]
         logprobs = greedy = top = None
         if request.echo_logprobs:
-            logprobs = self._of_prompt(value for scores in scored for value in scores.logprobs)
+            logprobs = self._of_prompt_tokens(
+                value for scores in scored for value in scores.logprobs
+            )
         if request.echo_greedy:
-            greedy = self._of_prompt(value for scores in scored for value in scores.greedy)
+            greedy = self._of_prompt_tokens(value for scores in scored for value in scores.greedy)
         if request.echo_logprobs and (count := request.top_logprobs):
             # A shared prefix has as many as the user who wants most.
-            top = self._of_prompt(value[:count] for scores in scored for value in scores.top)
+            top = self._of_prompt_tokens(value[:count] for scores in scored for value in scores.top)
         share = 1.0 / len(self.indices)
         num_drawn = sum(completion.num_drawn for completion in self.completions)
-        output = num_drawn * (request.n if len(done) == 1 else 1)
+        output_tokens = num_drawn * repeats
         cost = Cost(
-            prompt_tokens=len(asked),
+            prompt_tokens=len(prompt_ids),
             prompt_tokens_computed=self._prompt_tokens_computed * share,
-            output_tokens=output,
-            padded_prompt_tokens=float(len(asked)),
-            padded_output_tokens=float(output),
+            output_tokens=output_tokens,
+            padded_prompt_tokens=float(len(prompt_ids)),
+            padded_output_tokens=float(output_tokens),
             flops=self._flops * share,
             prefill_s=self._prefill_s * share,
             decode_s=self._decode_s * share,
             batch_size=self._batch_size,
         )
         return [
-            GenerationResult(tuple(completions), asked, logprobs, None, cost, greedy, top)
+            GenerationResult(
+                tuple(completions * repeats), prompt_ids, logprobs, None, cost, greedy, top
+            )
             for _ in self.indices
         ]
 
     def without_resumed(self, cost: Cost) -> Cost:
-        """Return the cost of one of its results with the output tokens that this run has drawn."""
+        """Return the cost of one of its results without the output tokens of earlier runs."""
         if not self.num_resumed:
             return cost
-        drawn = sum(completion.num_drawn for completion in self.completions)
-        new = cost.output_tokens * (drawn - self.num_resumed) // drawn
-        return replace(cost, output_tokens=new, padded_output_tokens=float(new))
+        num_drawn = sum(completion.num_drawn for completion in self.completions)
+        output_tokens = cost.output_tokens * (num_drawn - self.num_resumed) // num_drawn
+        return replace(cost, output_tokens=output_tokens, padded_output_tokens=float(output_tokens))
 
-    def _of_prompt(self, scores: Iterable[Score]) -> tuple[Score | None, ...]:
-        """Return a score for each token that was asked for: scores[i] is of tokens[i + 1], and the
-        first has none.
+    def prefix_users(self, by_completion: bool) -> list[Prompt]:
+        """Return its prompt as the tree of shared prefixes sees it, once for each sequence that
+        computes it.
+
+        by_completion: continuations of one prompt cannot attend to the cache of all of it, so each
+            completion computes the prompt.
+        """
+        original, num_unfinished = self.original, len(self.unfinished)
+        # nothing follows: the last one is not fed
+        fed = self.tokens if num_unfinished else self.tokens[:-1]
+        prompt = Prompt(fed, original.echo_logprobs, original.max_fed_tokens)
+        # Completions that were interrupted are prompts of their own.
+        apart = self.num_resumed or (by_completion and original.max_fed_tokens)
+        return [prompt] * (max(1, num_unfinished) if apart else 1)
+
+    def _of_prompt_tokens(self, scores: Iterable[Score]) -> tuple[Score | None, ...]:
+        """Return the score of each prompt token that the caller gave: scores[i] is of
+        tokens[i + 1], and the first token has none.
         """
         return (None, *scores)[self.num_context : len(self.tokens)]
 
@@ -382,7 +376,7 @@ class Sequence:
     num_top: the most probable tokens that are wanted at each token that is scored or drawn.
     next_token: the token that follows a shared prefix in all its users.
     num_computed: leading tokens that have passed through the model.
-    block, slot: where its cache lies, while it has one.
+    block, slot: where its cache lies, while it has one; else None and -1.
     scores: of the prompt, once they are there.
     num_readers: unfinished sequences that attend to this one's cache.
     length_group: answers of one group are taken to end at one rate (`AnswerLengths`); None: it
@@ -448,8 +442,8 @@ class Sequence:
         """What the pending tokens predict, of a prompt whose scores are wanted."""
         if not (self.needs_scores and self.is_prefill):
             return []
-        behind = [] if self.next_token is None else [self.next_token]
-        return self.tokens[self.num_computed + 1 : self.prompt_len] + behind
+        following = [] if self.next_token is None else [self.next_token]
+        return self.tokens[self.num_computed + 1 : self.prompt_len] + following
 
     @property
     def cache_tokens(self) -> int:
@@ -472,10 +466,9 @@ class Sequence:
         """Return how the next tokens are drawn, one for each completion that it draws for."""
         if not self.num_draws:
             return []
-        drawn = self.request.completions[
-            self.first_completion : self.first_completion + self.num_draws
-        ]
-        return [completion.next_sampling(self.request.tokens) for completion in drawn]
+        end = self.first_completion + self.num_draws
+        completions = self.request.completions[self.first_completion : end]
+        return [completion.next_sampling(self.request.tokens) for completion in completions]
 
     def preempt(self) -> None:
         """Leave the cache: all tokens so far become a prompt that is computed again."""
@@ -508,110 +501,110 @@ class Batch:
         return sum(item.count for item in self.scheduled)
 
 
-# Predict answer lengths and the cache that they need, from a rate learnt from the run.
-
-Array = NDArray[np.float64]
-
-# Most passes ahead at which a forecast is evaluated, evenly spaced until the last answer must have
-# ended.
-_POINTS = 48
-# Keeps logarithms finite.
-_LARGEST_RATE = 0.999
+# From a request to its sequences
 
 
-class AnswerLengths:
-    """Counts tokens and ends of answers, by group: the `max_tokens` of their requests.
+class _CompletionGroup(NamedTuple):
+    """Completions that continue one prompt.
 
-    The group None has answers that never end early.
+    first, size: index of the first, and how many.
+    known_ids: tokens that an interrupted run has drawn of the first.
     """
 
-    def __init__(self) -> None:
-        self._drawn = Counter[int | None]()
-        self._ended = Counter[int | None]()
+    first: int
+    size: int
+    known_ids: list[int]
 
-    def count_token(self, group: int | None) -> None:
-        """Count a token that was drawn."""
-        self._drawn[group] += 1
 
-    def count_end(self, group: int | None) -> None:
-        """Count an answer that ended before `max_tokens`."""
-        self._ended[group] += 1
+def make_sequences(
+    request: Request, prefixes: tuple[Sequence, ...], limits: SchedulerLimits, shares_prompts: bool
+) -> list[Sequence]:
+    """Return the sequences of one request behind its shared prefixes; the request learns of them.
 
-    def end_rate(self, group: int | None) -> float:
-        """Return the probability that a running answer ends at its next token.
+    Several completions continue one prompt's cache. Those that do not fit at once are split over
+    several sequences of the prompt, each of which computes it anew. One that was interrupted has
+    its tokens behind the prompt.
 
-        It begins as if one answer had ended after half of `max_tokens`.
-        """
-        if group is None:
-            return 0.0
-        return min(1.0, (self._ended[group] + 1) / (self._drawn[group] + group / 2))
+    shares_prompts: whether a sequence can attend to all of another's cache; if not, each completion
+        computes the prompt.
+    Raises `RequestError` where not even one completion fits.
+    """
+    original, num_completions = request.original, request.num_completions
+    at_once = _completions_at_once(request, len(prefixes), limits, shares_prompts)
+    groups: list[_CompletionGroup] = []
+    if original.max_fed_tokens or request.num_resumed:
+        for first in request.unfinished[::at_once]:
+            count = min(at_once, num_completions - first)
+            groups.append(_CompletionGroup(first, count, request.completions[first].ids))
+    elif original.max_tokens:  # one token each, all drawn from the prompt's last position
+        groups.append(_CompletionGroup(0, num_completions, request.completions[0].ids))
+    prompts = [
+        _prompt_sequence(request, prefixes, group, branches=at_once > 1, is_first=number == 0)
+        for number, group in enumerate(groups or [_CompletionGroup(0, 0, [])])
+    ]
+    request.num_sequences += len(prompts)
+    if original.echo_logprobs:
+        request.scored = (*prefixes, prompts[0])
+    return prompts
 
-    def expected_tokens(self, group: int | None, most: int) -> float:
-        """Return the expected number of further tokens of an answer that may have `most` more."""
-        rate = self.end_rate(group)
-        return (
-            float(most)
-            if rate == 0.0
-            else float(-np.expm1(most * np.log1p(-min(rate, _LARGEST_RATE))) / rate)
+
+def _prompt_sequence(
+    request: Request,
+    prefixes: tuple[Sequence, ...],
+    group: _CompletionGroup,
+    branches: bool,
+    is_first: bool,
+) -> Sequence:
+    """Return the sequence of a prompt.
+
+    branches: its completions are continuations, sequences of their own.
+    is_first: of the request's prompts, which is the one that is scored.
+    """
+    original, start = request.original, sum(prefix.prompt_len for prefix in prefixes)
+    tokens = [*request.tokens[start:], *group.known_ids]
+    left = original.max_tokens - len(group.known_ids) if group.size else 0
+    return Sequence(
+        SequenceKind.PROMPT,
+        (request,),
+        tokens,
+        len(tokens),
+        start,
+        prefixes,
+        # 1 where it branches: the last token is fed, but what follows it lives in continuations.
+        max_new_tokens=1 if branches else left,
+        num_draws=group.size,
+        first_completion=group.first,
+        num_continuations=group.size if branches else 0,
+        continuation_tokens=original.max_fed_tokens if branches else 0,
+        needs_cache=left > 1,
+        needs_scores=original.echo_logprobs and is_first,
+        needs_greedy=original.echo_greedy and is_first,
+        num_top=original.top_logprobs,
+        length_group=request.length_group,
+    )
+
+
+def _completions_at_once(
+    request: Request, num_prefixes: int, limits: SchedulerLimits, shares_prompts: bool
+) -> int:
+    """Return how many completions continue the cache of one prompt; with 1 each continues a prompt
+    of its own.
+
+    Raises `RequestError` where not even one completion fits.
+    """
+    steps, completions = request.original.max_fed_tokens, request.num_completions
+    room, slots = limits.cache_tokens, 1 + num_prefixes
+    needed = len(request.tokens) + steps * (1 + limits.step_overhead) + slots * limits.slot_overhead
+    if steps and needed > room:
+        raise RequestError(
+            f"the request needs a KV cache of {needed} tokens and the memory limit leaves room for "
+            f"{room}; raise the limit (--cpu-memory, --gpu-memory) or lower max_tokens"
         )
-
-
-@dataclass(frozen=True)
-class CacheDemand:
-    """Cache that the sequences of one block may need.
-
-    tokens: of the longest sequence, the next one included; each slot is as wide.
-    remaining: tokens that each sequence may still append.
-    end_rates: of each sequence.
-    constant: positions besides these, for as long as a forecast looks.
-    """
-
-    tokens: int
-    remaining: list[int]
-    end_rates: list[float]
-    constant: int = 0
-
-
-class Forecast:
-    """Positions of KV cache that running answers are expected to take in the passes to come.
-
-    Means and variances are sums over sequences, which end independently of each other.
-    """
-
-    def __init__(self, horizon: int, page_tokens: int, slot_overhead: int) -> None:
-        """Begin without any sequences.
-
-        horizon: passes until the last answer must have ended.
-        slot_overhead: positions of a slot beside its tokens.
-        """
-        self._passes: Array = np.unique(np.linspace(0, max(1, horizon), _POINTS).round())
-        self._page_tokens, self._slot_overhead = page_tokens, slot_overhead
-        self._mean: Array = np.zeros(len(self._passes))
-        self._variance: Array = np.zeros(len(self._passes))
-
-    def add(self, demand: CacheDemand) -> None:
-        mean, variance = self._moments(demand)
-        self._mean, self._variance = self._mean + mean, self._variance + variance
-
-    def peak_with(self, demand: CacheDemand) -> float:
-        """Return the largest expectation, plus a standard deviation, with one block more."""
-        mean, variance = self._moments(demand)
-        return float(np.max(self._mean + mean + np.sqrt(self._variance + variance)))
-
-    def _moments(self, demand: CacheDemand) -> tuple[Array, Array]:
-        """Return mean and variance of a block's positions, by pass.
-
-        A sequence with end rate r still runs at pass t with probability p = (1 - r)^t, and 0 once
-        its tokens are used up. Its slot then has s positions: means are sums of p s, variances of p
-        (1 - p) s^2.
-        """
-        if not demand.remaining:
-            return np.full(len(self._passes), float(demand.constant)), np.zeros(len(self._passes))
-        remaining = np.array(demand.remaining, dtype=np.float64)[:, None]
-        rates = np.minimum(np.array(demand.end_rates), _LARGEST_RATE)[:, None]
-        running = np.exp(self._passes * np.log1p(-rates)) * (self._passes <= remaining)
-        most = float(remaining.max())
-        # Slots grow by pages, and at last to the longest sequence's end.
-        slot = np.ceil((demand.tokens + self._passes) / self._page_tokens) * self._page_tokens
-        slot = np.minimum(slot, demand.tokens + most) + self._slot_overhead
-        return demand.constant + (running * slot).sum(0), (running * (1 - running) * slot**2).sum(0)
+    if completions == 1 or not steps or not shares_prompts or request.num_resumed:
+        return 1
+    # As `needed` counts one completion: its prompt has a slot, and each continuation has another.
+    reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
+    num_fitting = 1 + (room - needed - limits.slot_overhead) // reserved
+    return max(
+        1, min(completions, num_fitting, limits.max_sequences - 1, limits.max_states - slots)
+    )

@@ -13,7 +13,7 @@ from flexgen_helm.checkpoint.names import planned_precision, quantized_by, resol
 from flexgen_helm.checkpoint.suffixes import split_precision
 from flexgen_helm.errors import UnknownModelError, UsageError
 from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names
-from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from tests.helpers.catalog_configs import trace, traced_entries
 
 # Published sizes; exact where the hub's model page or `transformers` counts them.

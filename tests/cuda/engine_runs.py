@@ -57,7 +57,7 @@ def run(path, asked, dtype, *, device="cuda", stops=None, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "compute_dtype", lambda *_: dtype)
         # Three units of a tiny model: its memory is used again and again.
-        patch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 16)
+        patch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 16)
         with Engine.from_pretrained(
             path, device=device, **{"limits": LIMITS, **settings}
         ) as engine:

@@ -14,7 +14,7 @@ import torch
 import flexgen_helm
 from flexgen_helm import Policy
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.planner.run_plan import RunMemory
+from flexgen_helm.planner.run_memory import RunMemory
 from tests.cuda.device import cuda_in_host_memory
 from tests.cuda.engine_runs import requests, run
 from tests.helpers.offload import with_expert_slots

@@ -153,7 +153,7 @@ def test_memory_that_runs_out_while_a_cache_grows_costs_no_answer(model, monkeyp
         honest(self, block, sources)
 
     monkeypatch.setattr(KVCache, "regroup", failing)
-    monkeypatch.setattr("flexgen_helm.planner.run_plan.LARGE_BLOCK_SEQUENCES", 4)
+    monkeypatch.setattr("flexgen_helm.planner.run_memory.LARGE_BLOCK_SEQUENCES", 4)
     with Engine.from_pretrained(model) as engine:
         assert answers(engine, asked) == expected
         assert len(calls) > 6 and engine.last_run["preemptions"] > 0

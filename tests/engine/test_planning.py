@@ -12,15 +12,16 @@ from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.engine import machine_profile, profiler, run_record
 from flexgen_helm.engine.machine_profile import SavedProfile
 from flexgen_helm.errors import MemoryLimitError, UsageError
+from flexgen_helm.hardware.device_profile import simulated_gpu
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner import planner
 from flexgen_helm.planner.corrections import corrected, corrections
-from flexgen_helm.planner.placement import StorageSizes
-from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.workload import Workload
 from tests.helpers.planning_problems import small
 
@@ -41,7 +42,7 @@ def streamed_limit(path):
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_auto_plans_weights_and_block_and_answers_the_same(tiny, tmp_path, monkeypatch, new):
-    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     asked = requests(9, new=new)
     with Engine.from_pretrained(path, device="cpu") as near:
@@ -64,7 +65,7 @@ def test_a_simulated_gpu_is_planned_with_the_hosts_memory_beside_its_limit(
     """Command and engine have one capacity: the workspace of computing is not within the limit, as
     it is when run.
     """
-    monkeypatch.setattr("flexgen_helm.planner.placement.MIN_STAGING_BYTES", 1 << 15)
+    monkeypatch.setattr("flexgen_helm.planner.staging.MIN_STAGING_BYTES", 1 << 15)
     path = tiny("llama").path
     limits = MemoryLimits(gpu=streamed_limit(path), cpu=64 << 20)
     with Engine.from_pretrained(path, device="sim", limits=limits, offload_dir=tmp_path) as engine:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from flexgen_helm.engine.sampler import sample_tokens
-from flexgen_helm.scheduling.sequence import SamplingParams, draw_key
+from flexgen_helm.scheduling.sampling_params import SamplingParams, draw_key
 
 LOGITS = torch.tensor([[2.0, -1.0, 0.5, 0.5, -9.0, 1.5]])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.hardware.device_profile import simulated_gpu
 from flexgen_helm.hardware.profile import load_profile
-from flexgen_helm.planner.plan import planning_problem, simulated_gpu
+from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits
 

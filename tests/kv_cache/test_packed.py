@@ -17,6 +17,7 @@ from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine.attention_metadata import BatchPrompt, LayerAttention
 from flexgen_helm.engine.segment_attention import attend_prompt
 from flexgen_helm.errors import NumericalError, UsageError
+from flexgen_helm.hardware.device_profile import simulated_gpu
 from flexgen_helm.hardware.profile import Disk, Link
 from flexgen_helm.kv_cache.codec import QuantizedCodec
 from flexgen_helm.models.attention import AttentionConfig
@@ -24,8 +25,8 @@ from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Decoder
 from flexgen_helm.planner.affine import fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
-from flexgen_helm.planner.plan import planning_problem, simulated_gpu
-from flexgen_helm.planner.problem import BlockShape
+from flexgen_helm.planner.plan import planning_problem
+from flexgen_helm.planner.policy import BlockShape
 from flexgen_helm.planner.schedules import ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant import precisions

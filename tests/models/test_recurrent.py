@@ -81,7 +81,7 @@ def test_a_pass_that_breaks_off_takes_no_token_in_twice(hybrid, monkeypatch, two
 
         monkeypatch.setattr(BlockStates, "write", one_version)
     replace_layers(monkeypatch, fails_once)
-    monkeypatch.setattr("flexgen_helm.planner.run_plan.LARGE_BLOCK_SEQUENCES", 2)
+    monkeypatch.setattr("flexgen_helm.planner.run_memory.LARGE_BLOCK_SEQUENCES", 2)
     asked = requests()
     with Engine.from_pretrained(folder) as engine:
         results = engine.run(asked)
@@ -108,7 +108,7 @@ def test_answers_that_grow_by_pages_and_are_preempted(monkeypatch, tmp_path):
         honest(self, block, sources)
 
     monkeypatch.setattr(KVCache, "regroup", failing)
-    monkeypatch.setattr("flexgen_helm.planner.run_plan.LARGE_BLOCK_SEQUENCES", 3)
+    monkeypatch.setattr("flexgen_helm.planner.run_memory.LARGE_BLOCK_SEQUENCES", 3)
     with Engine.from_pretrained(tmp_path) as engine:
         results, record = engine.run(asked), engine.last_run
     assert len(calls) > 5 and record["preemptions"] > 0

@@ -14,7 +14,7 @@ from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, MemoryLimitError
 from flexgen_helm.offload.weights_at_rest import WeightsAtRest
-from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.offload import MIB, offloaded, with_expert_slots, workload
 from tests.helpers.parity import assert_same

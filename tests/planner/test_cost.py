@@ -14,9 +14,8 @@ from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.planner.affine import WD, fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import BlockShape, Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16

@@ -16,20 +16,15 @@ from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.planner.affine import fraction_vector
 from flexgen_helm.planner.cost_model import block_costs
 from flexgen_helm.planner.expert_use import expected_experts, fitted_skew
-from flexgen_helm.planner.placement import (
-    Machine,
-    StorageSizes,
-    achieved_fractions,
-    choose_tiers,
-    expert_slot_bytes,
-    staging_sizes,
-)
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.placement import achieved_fractions, choose_tiers
 from flexgen_helm.planner.plan import planning_problem
-from flexgen_helm.planner.policy import Policy
+from flexgen_helm.planner.policy import BlockShape, Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.problem import BlockShape
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.staging import expert_slot_bytes, staging_sizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits
@@ -188,7 +183,7 @@ def test_a_single_pass_over_all_requests_is_not_chosen_where_experts_are_streame
         config("gpt-oss-120b"), load_profile("rtx3090"), lengths, precision="4bit", limits=limits
     )
     assert search(one).schedule is ZIGZAG
-    assert search(one, (PREFILL_ONLY,)).prediction.passes > 1, "who asks for it has it, in parts"
+    assert search(one, PREFILL_ONLY).prediction.passes > 1, "who asks for it has it, in parts"
     small = planning_problem(
         config("qwen3-30b-a3b"), load_profile("h100"), Workload.uniform(512, 1, 1000)
     )
@@ -218,5 +213,5 @@ def test_slots_hold_the_largest_expert_several_times_and_a_ring_that_nothing_nee
     ring_needed = any(
         tier == "disk" and expert_of(name) is None for name, tier in plan.weights.items()
     )
-    assert (plan.staging_bytes > 0) == ring_needed == (limit == 2)
-    assert plan.staging_bytes + plan.expert_bytes == sizes.num_bytes
+    assert (plan.staging.ring > 0) == ring_needed == (limit == 2)
+    assert plan.staging.num_bytes == sizes.num_bytes

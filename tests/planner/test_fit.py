@@ -11,7 +11,9 @@ from flexgen_helm.checkpoint.names import planned_precision
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.models.config import expert_of, tensor_shapes
 from flexgen_helm.planner.fit import fit, weight_bytes
-from flexgen_helm.planner.placement import Machine, StorageSizes, expert_slot_bytes, storage_sizes
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.staging import expert_slot_bytes
+from flexgen_helm.planner.storage_sizes import StorageSizes, storage_sizes
 from flexgen_helm.planner.weight_placement import place_weights
 from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.tiers import UNLIMITED

@@ -13,7 +13,7 @@ from flexgen_helm.checkpoint.catalog import CATALOG
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import load_profile
 from flexgen_helm.models.config import EMBED, HEAD, expert_of, stage_names
-from flexgen_helm.planner.placement import choose_tiers, tier_fractions
+from flexgen_helm.planner.placement import choose_tiers
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
@@ -93,11 +93,11 @@ def test_a_pass_that_cannot_hold_all_is_refused_with_the_bytes_of_all():
     with pytest.raises(
         MemoryLimitError, match="on disk, --disk allows 0 B; raise --disk"
     ) as refused:
-        search(problem, (PREFILL_ONLY,))
+        search(problem, PREFILL_ONLY)
     assert search(problem).schedule == ZIGZAG
     needed = int(str(refused.value).partition(" bytes)")[0].rpartition("(")[2].replace(",", ""))
     enough = replace(problem, limits={**problem.limits, "disk": 1.1 * needed})
-    assert search(enough, (PREFILL_ONLY,)).schedule == PREFILL_ONLY
+    assert search(enough, PREFILL_ONLY).schedule == PREFILL_ONLY
 
 
 # --- Latency ---
@@ -204,7 +204,7 @@ def least_seconds(problem, policy):
     """
     config, hardware, workload = problem.config, problem.hardware, problem.workload
     placed = choose_tiers(
-        problem.storage.matrices, tier_fractions(policy, "weights", hardware.gpu is not None)
+        problem.storage.matrices, policy.tier_fractions("weights", hardware.gpu is not None)
     )
     streamed = {"cpu": 0.0, "disk": 0.0}
     for stage in stage_names(config):

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.planner.cache_sizes import CacheSizes
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
-from flexgen_helm.planner.run_plan import RunMemory, RunSize
+from flexgen_helm.planner.run_memory import RunMemory, RunSize
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
+from flexgen_helm.planner.staging import StagingSizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.tiers import ACTIVATIONS_SHARE, STREAMED_BATCH_TOKENS, UNLIMITED
 from tests.helpers import planning_problems
@@ -39,7 +41,13 @@ def limits(
 def plan():
     model, machine = StorageSizes(planning_problems.config("opt-125m")), Machine(FREE, "gpu")
     return Placement(
-        model, machine, {}, cache=HOST, activations=NEAR, staging_bytes=1, compute_copies=False
+        model,
+        machine,
+        {},
+        cache=HOST,
+        activations=NEAR,
+        staging=StagingSizes(1),
+        compute_copies=False,
     )
 
 
@@ -84,7 +92,7 @@ def test_tokens_whose_experts_are_computed_together_have_room(
     free, hidden = {"gpu": 0, "cpu": 10**9, "disk": 0, tier: num_bytes}, 500
     model, machine = StorageSizes(planning_problems.config("opt-125m")), Machine(free, tier)
     at_rest = {"gpu": 0.0, "cpu": 0.0, "disk": 0.0, tier: 1.0}
-    placement = Placement(model, machine, {}, cache, at_rest, 1, False, expert_bytes=1)
+    placement = Placement(model, machine, {}, cache, at_rest, StagingSizes(1, 1), False)
     memory = RunMemory(placement, policy, schedule, size, free, CacheSizes(120, 10), hidden)
     try:
         limits = memory.limits()
@@ -107,7 +115,7 @@ def test_tokens_whose_experts_are_computed_together_have_room(
         waits = together < size.prompt_tokens
         assert not waits or limits.pass_tokens == 1 or limits.pass_tokens + running <= together + 1
     resident = RunMemory(
-        replace(placement, expert_bytes=0),
+        replace(placement, staging=StagingSizes(1)),
         policy,
         schedule,
         size,

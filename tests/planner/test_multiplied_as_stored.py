@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from flexgen_helm.hardware.profile import Curve, load_profile
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.plan import planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.schedules import ROW
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import keeps_copies, place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import PRECISIONS

@@ -108,7 +108,7 @@ def test_the_search_is_at_least_as_good_as_the_papers_policy(model, compressed, 
     problem = papers(model, compressed)
     theirs = predict(problem, policy, ZIGZAG, rounded=False)
     assert theirs.feasible
-    found = search(problem, (ZIGZAG,))
+    found = search(problem, ZIGZAG)
     assert found.prediction.tokens_per_s >= theirs.tokens_per_s * 0.995
 
 
@@ -122,7 +122,11 @@ def test_four_gpus_decode_more_than_four_times_as_fast_as_one():
             table[f"{model}, {gpus} GPU, decoding tokens/s"]["predicted"] for gpus in (1, 4)
         )
         assert four > 4 * one
-    assert all(PIPELINE.holds(1 + error) for label, error in errors.items() if "4 GPU" in label)
+    assert all(
+        PIPELINE.low <= 1 + error <= PIPELINE.high
+        for label, error in errors.items()
+        if "4 GPU" in label
+    )
     slow = on_devices(
         replace(T4, prefill_share=T4.prefill_share / 3, decode_share=T4.decode_share / 3)
     )

@@ -100,7 +100,7 @@ def test_every_request_is_in_one_lane_and_lanes_have_similar_loads(asked, lanes)
     assert len(divided) == lanes and sorted(map(id, requests)) == sorted(
         id(r) for lane in divided for r in lane
     )
-    loads = [sum(len(r.tokens) + r.request.max_tokens for r in lane) for lane in divided]
+    loads = [sum(len(r.tokens) + r.original.max_tokens for r in lane) for lane in divided]
     largest = max((len(ids) + n for ids, n in asked), default=0)
     assert max(loads) - min(loads) <= 2 * largest
 

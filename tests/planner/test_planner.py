@@ -8,10 +8,10 @@ import pytest
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.hardware.profile import HardwareProfile
-from flexgen_helm.planner.placement import Machine
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.planner import Planner
 from flexgen_helm.planner.policy import Choices, Policy
-from flexgen_helm.planner.run_plan import RunSize
+from flexgen_helm.planner.run_memory import RunSize
 from flexgen_helm.planner.schedules import ROW, ZIGZAG
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import FP16

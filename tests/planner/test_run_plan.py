@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from flexgen_helm.planner.limits import SchedulerLimits
-from flexgen_helm.planner.placement import Machine, StorageSizes
+from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.policy import Choices, Policy
-from flexgen_helm.planner.run_plan import RunPlan, RunSize, plan_run
+from flexgen_helm.planner.run_memory import RunSize
+from flexgen_helm.planner.run_plan import RunPlan, plan_run
 from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import place_weights
 from tests.helpers.planning_problems import MIB, config
 

@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_helm.errors import MemoryLimitError
+from flexgen_helm.hardware.device_profile import simulated_gpu
 from flexgen_helm.planner import search as search_module
-from flexgen_helm.planner.placement import Machine, StorageSizes
-from flexgen_helm.planner.plan import make_plan, planning_problem, simulated_gpu
+from flexgen_helm.planner.machine import Machine
+from flexgen_helm.planner.plan import make_plan, planning_problem
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.predict import predict
 from flexgen_helm.planner.schedules import PREFILL_ONLY
 from flexgen_helm.planner.search import search
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import leaving_room, place_weights
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.request import MemoryLimits

@@ -9,7 +9,7 @@ import torch
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.checkpoint.names import read_model_config
 from flexgen_helm.errors import UsageError
-from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import FP16, PRECISIONS, Precision
 from tests.helpers.offload import offloaded

@@ -21,7 +21,7 @@ from flexgen_helm.checkpoint.names import read_model_config, resolve
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.ledger import Ledger
-from flexgen_helm.planner.placement import StorageSizes
+from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.precisions import precision_named
 from tests.helpers.offload import workload
 from tests.helpers.parity import assert_same

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_helm.scheduling.forecast import AnswerLengths
 from flexgen_helm.scheduling.scheduler import Scheduler, SchedulerLimits
-from flexgen_helm.scheduling.sequence import AnswerLengths, Sequence, SequenceKind
+from flexgen_helm.scheduling.sequence import Sequence, SequenceKind
 from tests.helpers.shares import share_of
 
 shapes_strategy = st.lists(
