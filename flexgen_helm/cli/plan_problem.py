@@ -133,7 +133,7 @@ def _beside_weights(problem: PlanningProblem, options: PlanOptions) -> PlanningP
     already.
     """
     from flexgen_helm.checkpoint.names import resolve
-    from flexgen_helm.offload.matrices import bytes_at_rest
+    from flexgen_helm.offload.weights_at_rest import bytes_at_rest
 
     config = options.config
     model, folder = resolve(options.model), _offload_folder(config)

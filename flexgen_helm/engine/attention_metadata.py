@@ -21,7 +21,8 @@ from torch import Tensor
 
 from flexgen_helm.kernels.attention import ScoreOptions
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.codec import KeysValues, NewTokens, place_new_tokens
+from flexgen_helm.kv_cache.codec import KeysValues
+from flexgen_helm.kv_cache.new_tokens import NewTokens, place_new_tokens
 from flexgen_helm.models.attention import AttentionConfig, PartialAttention
 from flexgen_helm.models.config import Window
 from flexgen_helm.models.decoder import Attend, StateGroup, TableRows
@@ -95,12 +96,12 @@ class AttentionMetadata:
         for prompt in self.prompts:
             sequence = prompt.sequence
             before = (
-                cache.state_behind(*sequence.prefixes[-1].seat, layer)
+                cache.read_prompt_state(*sequence.prefixes[-1].seat, layer)
                 if sequence.prefixes
                 else None
             )
             keep = (
-                partial(cache.write_state, *sequence.seat, layer)
+                partial(cache.write_prompt_state, *sequence.seat, layer)
                 if sequence.needs_cache
                 else _forget
             )

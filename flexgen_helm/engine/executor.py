@@ -344,7 +344,7 @@ class Executor:
                     if step[0].stage == self.num_stages - 1:
                         charged_until = charge(current.states.values(), charged_until)
                         for item in step:
-                            self.activations.end_wait(item.batch)
+                            self.activations.release_waiting(item.batch)
                             self._hand_on(item, current, output)
                     elif self._kept and self._kept.is_due() and current.ends_layer(step[-1]):
                         self._keep(step[-1], current, self._kept)
@@ -503,7 +503,7 @@ class Executor:
             hidden_bytes, hidden_tokens = tokens * self._hidden_bytes, tokens / copies
             if item is not unclaimed:
                 # Beside its copies it has its hidden states, until the layer has read them.
-                fits = tokens + hidden_tokens <= free_tokens and self.activations.wait(
+                fits = tokens + hidden_tokens <= free_tokens and self.activations.claim_waiting(
                     item.batch, copies * hidden_bytes
                 )
                 if not fits and item is not first:
@@ -512,7 +512,7 @@ class Executor:
             free_tokens -= hidden_tokens if item is unclaimed else tokens
             state = self._begin(remaining.popleft(), current)
             if item is unclaimed and (remaining or item is not first):
-                self.activations.wait(item.batch, hidden_bytes)
+                self.activations.claim_waiting(item.batch, hidden_bytes)
             attend = LayerAttention(
                 state.attention, layer, decoder.config.window(layer), decoder.attention, self.cache
             )
@@ -529,7 +529,7 @@ class Executor:
             self._observer.on_hidden(item.stage, current.batches[item.batch], hidden)
         if item.stage == self.num_stages - 1:
             return
-        self.activations.end_wait(item.batch)
+        self.activations.release_waiting(item.batch)
         following = current.following.get(item)
         if following is None or following.batch != item.batch:
             # store_activation(i, j, k), done in the background

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.offload.staging import Allocation, Ledger
+from flexgen_helm.offload.ledger import Allocation, Ledger
 from flexgen_helm.progress import Message, report
 from flexgen_helm.scheduling.sequence import Batch, ScheduledTokens
 from flexgen_helm.tiers import KEEP_STATES_EVERY_S

@@ -25,11 +25,11 @@ from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.offload.copy_engine import CudaCopyEngine
-from flexgen_helm.offload.matrices import WeightsAtRest
+from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
-from flexgen_helm.offload.staging import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
+from flexgen_helm.offload.weights_at_rest import WeightsAtRest
 from flexgen_helm.paths import state_dir
 from flexgen_helm.planner.machine import Machine
 from flexgen_helm.planner.planner import Planner

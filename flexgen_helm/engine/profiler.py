@@ -51,7 +51,7 @@ from flexgen_helm.models.decoder import LayerBatch, StageWeights
 from flexgen_helm.models.transformers_backend.decoder import decoder_of
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.linear import tiled_linear
-from flexgen_helm.offload.staging import pages
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.planner.problem import between_elements
 from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.packing import quantize

@@ -9,122 +9,36 @@ placement. Units and planes are explained in `kv_cache.codec`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from flexgen_helm.kv_cache.block_states import BlockStates
 from flexgen_helm.kv_cache.codec import (
     Codec,
     KeysValues,
-    NewTokens,
     Planes,
     QuantizedCodec,
     WindowCodec,
     make_codec,
     zeros,
 )
-from flexgen_helm.kv_cache.storage import (
-    DiskStorage,
-    HostStorage,
-    MemoryStorage,
-    SlotSource,
-    Storage,
-    file_layout,
-)
+from flexgen_helm.kv_cache.fetched_storage import DiskStorage, HostStorage, file_layout
+from flexgen_helm.kv_cache.new_tokens import NewTokens
+from flexgen_helm.kv_cache.storage import MemoryStorage, SlotSource, Storage
 from flexgen_helm.kv_cache.visibility import DecodePart, PrefixPart
 from flexgen_helm.models.attention import TopK
 from flexgen_helm.models.config import ModelConfig
-from flexgen_helm.offload.staging import Allocation
+from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.offload.transfer_stats import Kind
 from flexgen_helm.planner.cache_sizes import state_bytes
 from flexgen_helm.planner.placement import most_underfilled
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.scheduling.sequence import CacheBlock, Sequence
-from flexgen_helm.tiers import TIERS, Tier
-
-
-class BlockStates:
-    """States of layers that keep one of a sequence instead of its keys and values, on the compute
-    device.
-
-    A token changes the state, and a pass that broke off is made again from the state before it. So
-    a layer has two versions, [2, slots, elements] in float32: a pass reads one and writes the
-    other, the next pass does the reverse.
-
-        pass of token     5   5 again   6   7
-        reads version     1   1         0   1
-        writes version    0   0         1   0
-
-    Behind a prompt both versions are the same.
-    """
-
-    def __init__(
-        self, block: CacheBlock, elements: SequenceOf[int], device: torch.device, one_layer: bool
-    ) -> None:
-        """elements: of each layer, 0 for one without states.
-
-        one_layer: all layers share one tensor, in which the next one's states take the place of the
-            last one's.
-        """
-        self._block, self._one_layer = block, one_layer
-        sizes = [max(elements)] if one_layer else elements
-        self._layers = [
-            zeros((2, block.num_slots, size), device, torch.float32) if size else None
-            for size in sizes
-        ]
-        self._elements = elements
-        # Of the last pass through each layer the version that it read, and which pass it was: its
-        # first sequence, and how many tokens of that were computed.
-        self._version_read = [0] * len(sizes)
-        self._last_pass: list[tuple[Sequence, int] | None] = [None] * len(sizes)
-
-    def begin(self, layer: int, slot: int, state: Tensor) -> None:
-        """Store the state [1, elements] behind a prompt."""
-        self._versions(layer)[:, slot] = state
-
-    def behind_prompt(self, layer: int, slot: int) -> Tensor:
-        """Return the state [1, elements] behind the prompt of a sequence that does not decode."""
-        return self._versions(layer)[0, slot : slot + 1]
-
-    def before(self, layer: int) -> Tensor:
-        """Return the states [B, elements] before the next token; the same again where the pass is
-        made again.
-        """
-        first, number = self._block.sequences[0], self._number(layer)
-        this_pass = first, first.num_computed
-        if self._last_pass[number] != this_pass:
-            self._last_pass[number] = this_pass
-            self._version_read[number] = 1 - self._version_read[number]
-        return self._versions(layer)[self._version_read[number], : len(self._block.sequences)]
-
-    def write(self, layer: int, states: Tensor) -> None:
-        """Store the states [B, elements] behind the token that `before` was asked for."""
-        self._versions(layer)[1 - self._version_read[self._number(layer)], : len(states)] = states
-
-    def move(self, source: int, target: int) -> None:
-        """Copy a slot to another."""
-        for versions in self._layers:
-            if versions is not None:
-                versions[:, target] = versions[:, source]
-
-    def copy_slot(self, target: int, states: BlockStates, source: int) -> None:
-        """Make a slot a copy of another block's, as its last pass left it."""
-        for new, old, read in zip(self._layers, states._layers, states._version_read):
-            if new is not None and old is not None:
-                new[:, target] = old[1 - read, source]
-
-    def _number(self, layer: int) -> int:
-        return 0 if self._one_layer else layer
-
-    def _versions(self, layer: int) -> Tensor:
-        versions = self._layers[self._number(layer)]
-        assert versions is not None
-        return versions[..., : self._elements[layer]]
+from flexgen_helm.scheduling.sequence import CacheBlock
+from flexgen_helm.tiers import TIERS, Kind, Tier
 
 
 @dataclass(eq=False)
@@ -132,7 +46,8 @@ class _BlockCache:
     """An open block.
 
     storages: of the codec's units, and of the residual window if there is one.
-    claim: of the storages, on their tier; state_claim: on the compute tier.
+    claim: of the storages, on their tier.
+    state_claim: of the states, on the compute tier.
     attends_on_host: attention over it is computed there.
     """
 
@@ -148,15 +63,15 @@ class _BlockCache:
 
     @property
     def newest(self) -> Storage:
-        """Where new tokens go."""
+        """The storage that new tokens go to."""
         return self.storages[-1]
 
 
 class KVCache:
     """Caches of all open blocks.
 
-    codec: how keys and values are stored.
-    placed: bytes ever opened, by tier.
+    codec: how keys and values are stored; of a cache with a residual window, the older ones.
+    placed: tier -> bytes of all blocks opened so far, closed ones too.
     one_layer: see `__init__`.
     """
 
@@ -193,21 +108,23 @@ class KVCache:
         )
         self.one_layer, self._names_tiers = one_layer, names_tiers
         self._num_layers = 1 if one_layer else config.num_cache_layers
-        #  layer of the model        0    1   2   3     layer 0 keeps a state, layer 3 attends with
-        #  the keys of layer 2 its keys in a storage   None   0   1   1
-        #  it stores them                yes yes  no
+        # Layer 0 keeps a state, and layer 3 attends with the keys of layer 2:
+        #
+        #     layer of the model           0    1    2    3
+        #     layer of every storage      None  0    1    1
+        #     stores its keys, values           yes  yes  no
         numbers = config.cache_layers
-        self._stored_layers = tuple(
+        self._storage_layers = tuple(
             0 if one_layer and number is not None else number for number in numbers
         )
-        self._stores = [
+        self._stores_keys = [
             one_layer or number not in numbers[:layer] for layer, number in enumerate(numbers)
         ]
         self._states, self._state_bytes = config.layer_states, state_bytes(config, one_layer)
         self._tiers, self._fractions, self._room = tiers, fractions, room
         self._cpu_attention = cpu_attention and cache_format is None
         self._blocks: dict[CacheBlock, _BlockCache] = {}
-        self._held = dict.fromkeys(TIERS, 0)
+        self._open_bytes = dict.fromkeys(TIERS, 0)
         self.placed = dict.fromkeys(TIERS, 0)
         tiers.ledgers[tiers.compute_tier].make_room = self._drop_unused
 
@@ -232,15 +149,15 @@ class KVCache:
         self, seat: tuple[CacheBlock, int], layer: int, keys_values: KeysValues, units: Planes
     ) -> None:
         """Store keys and values [S, Hk, D] of a whole prompt; units: its whole groups, encoded."""
-        if not self._stores[layer]:
+        if not self._stores_keys[layer]:
             return
         block, slot = seat
-        stored, cache = self._stored_layer(layer), self._open(block)
+        storage_layer, cache = self._storage_layer(layer), self._open(block)
         if self._window is not None:
-            cache.newest.write(stored, slot, self._window.encode_prompt(*keys_values))
+            cache.newest.write(storage_layer, slot, self._window.encode_prompt(*keys_values))
         if len(units[0]):
             planes = self.copy_to_host("cache", *units) if cache.attends_on_host else units
-            cache.storage.write(stored, slot, planes)
+            cache.storage.write(storage_layer, slot, planes)
 
     def append(self, block: CacheBlock, layer: int, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Store one token [B, Hk, D] of each sequence.
@@ -248,35 +165,37 @@ class KVCache:
         An earlier layer may have stored this one's: then only what is fetched for this one lacks
         the token.
         """
-        stored, cache = self._stored_layer(layer), self._open(block)
-        cache.newest.prefetch(stored)
-        put = cache.newest.append if self._stores[layer] else cache.newest.patch_prefetched
-        put(stored, new.target, self._codecs[-1].encode(k, v))
-        if self._window is not None and self._stores[layer]:
+        storage_layer, cache = self._storage_layer(layer), self._open(block)
+        cache.newest.prefetch(storage_layer)
+        store = cache.newest.append if self._stores_keys[layer] else cache.newest.patch_prefetched
+        store(storage_layer, new.target, self._codecs[-1].encode(k, v))
+        if self._window is not None and self._stores_keys[layer]:
             for group in new.groups:
                 slots, index = group.units.slots.on_device[:, None], group.window_index.on_device
-                keys, values = self._window.tokens(cache.newest.read(stored)[0], slots, index)
+                keys, values = self._window.tokens(
+                    cache.newest.read(storage_layer)[0], slots, index
+                )
                 encoded = self.codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
-                cache.storage.append(stored, group.units, encoded)
+                cache.storage.append(storage_layer, group.units, encoded)
 
     # States of layers that keep them
 
-    def write_state(self, block: CacheBlock, slot: int, layer: int, state: Tensor) -> None:
+    def write_prompt_state(self, block: CacheBlock, slot: int, layer: int, state: Tensor) -> None:
         """Store the state [1, elements] behind a whole prompt."""
-        self._open(block).states.begin(layer, slot, state)
+        self._open(block).states.write_prompt(layer, slot, state)
 
-    def state_behind(self, block: CacheBlock, slot: int, layer: int) -> Tensor:
+    def read_prompt_state(self, block: CacheBlock, slot: int, layer: int) -> Tensor:
         """Return the state [1, elements] behind a prompt that others go on from."""
-        return self._blocks[block].states.behind_prompt(layer, slot)
+        return self._blocks[block].states.read_prompt(layer, slot)
 
     def read_states(self, block: CacheBlock, layer: int) -> Tensor:
         """Return the states [B, elements] before the next token of each sequence; the same until
         all have one more.
         """
-        states = self._open(block).states.before(layer)
+        states = self._open(block).states.read(layer)
         for slot, sequence in enumerate(block.sequences):
             if not sequence.num_computed:  # it goes on from another's prompt
-                states[slot] = self.state_behind(*sequence.prefixes[-1].seat, layer)[0]
+                states[slot] = self.read_prompt_state(*sequence.prefixes[-1].seat, layer)[0]
         return states
 
     def write_states(self, block: CacheBlock, layer: int, states: Tensor) -> None:
@@ -287,19 +206,19 @@ class KVCache:
 
     def read(self, block: CacheBlock, layer: int, part: DecodePart) -> KeysValues:
         """Return keys and values [B, Hk, S, D] of a part of what the block's queries see."""
-        stored, cache = self._stored_layer(layer), self._blocks[block]
+        storage_layer, cache = self._storage_layer(layer), self._blocks[block]
         if not part.num_units:
             assert self._window is not None
             return self._window.read(
-                cache.newest.read(stored)[0][part.sequences], part.seen_quantized
+                cache.newest.read(storage_layer)[0][part.sequences], part.seen_quantized
             )
-        planes = self._read(cache, stored, part.sequences, slice(0, part.num_units))
+        planes = self._read(cache, storage_layer, part.sequences, slice(0, part.num_units))
         return self.codec.decode(0, planes[0]), self.codec.decode(1, planes[1])
 
     def read_keys(self, block: CacheBlock, layer: int, part: DecodePart) -> Tensor:
         """Return the keys [B, Hk, S, D] of a stored part, by which values are selected."""
         units = slice(0, part.num_units)
-        planes = self._read(self._blocks[block], self._stored_layer(layer), part.sequences, units)
+        planes = self._read(self._blocks[block], self._storage_layer(layer), part.sequences, units)
         return self.codec.decode(0, planes[0])
 
     def read_selected(
@@ -309,12 +228,12 @@ class KVCache:
         storage = self._blocks[block].storage
         assert isinstance(self.codec, QuantizedCodec)
         return self.codec.decode_selected(
-            storage.select(self._stored_layer(layer), part.sequences, selected.keys)
+            storage.select(self._storage_layer(layer), part.sequences, selected.keys)
         )
 
     def read_prefix(self, block: CacheBlock, slot: int, layer: int, part: PrefixPart) -> KeysValues:
         """Return keys and values [Hk, n, D] of a part of a shared sequence."""
-        stored = self._stored_layer(layer)
+        storage_layer = self._storage_layer(layer)
         cache = self._blocks[block]
         size = self.codec.group_tokens
         if not part.stored:
@@ -323,10 +242,10 @@ class KVCache:
                 torch.arange(part.first, part.last, device=self._tiers.device)
                 % self._window.ring_units
             )
-            keys, values = self._window.tokens(cache.newest.read(stored)[0], slot, index)
+            keys, values = self._window.tokens(cache.newest.read(storage_layer)[0], slot, index)
             return keys.transpose(0, 1), values.transpose(0, 1)
         first, last = part.first // size, -(-part.last // size)
-        planes = self._read(cache, stored, slice(slot, slot + 1), slice(first, last))
+        planes = self._read(cache, storage_layer, slice(slot, slot + 1), slice(first, last))
         tokens = slice(part.first - first * size, part.last - first * size)
         keys, values = (
             self.codec.decode(half, plane)[0, :, tokens] for half, plane in enumerate(planes)
@@ -338,16 +257,16 @@ class KVCache:
         there.
         """
         cache = self._blocks.get(block)
-        if cache is not None and self._stored_layers[layer] is not None:
+        if cache is not None and self._storage_layers[layer] is not None:
             for storage in cache.storages:
-                storage.prefetch(self._stored_layer(layer), ahead=True)
+                storage.prefetch(self._storage_layer(layer), ahead=True)
 
     def done(self, block: CacheBlock, layer: int) -> None:
-        """Give back what was brought of a layer: a batch has attended to it."""
+        """Give back what was brought of a layer, after a batch has attended to it."""
         cache = self._blocks.get(block)
         if cache is not None:
             for storage in cache.storages:
-                storage.drop(self._stored_layer(layer))
+                storage.drop(self._storage_layer(layer))
 
     # Attention on the host
 
@@ -377,7 +296,7 @@ class KVCache:
         for codec, storage in zip(self._codecs, cache.storages):
             storage.move(source, target, codec.num_units(tokens), codec.num_units(stale_tokens))
 
-    def regroup(self, block: CacheBlock, sources: SequenceOf[tuple[CacheBlock, int]]) -> None:
+    def regroup(self, block: CacheBlock, sources: Sequence[tuple[CacheBlock, int]]) -> None:
         """Move sequences into a new block in memory, and free the blocks that they come from.
 
         sources: block and slot that each sequence of `block` comes from.
@@ -386,6 +305,7 @@ class KVCache:
         old = {source: self._blocks.pop(source) for source, _ in sources if source in self._blocks}
         if not old:  # nothing was written yet
             return
+        # before the new block claims its memory: their tensors are dropped layer by layer below
         for cache in old.values():
             self._release(cache)
         num_bytes, tier = self._storage_bytes(block), block.tier
@@ -409,7 +329,7 @@ class KVCache:
     def _release(self, cache: _BlockCache) -> None:
         tier, ledgers = cache.storage.tier, self._tiers.ledgers
         ledgers[tier].release(cache.claim)
-        self._held[tier] -= cache.claim.num_bytes
+        self._open_bytes[tier] -= cache.claim.num_bytes
         ledgers[self._tiers.compute_tier].release(cache.state_claim)
 
     def cancel(self) -> None:
@@ -431,9 +351,11 @@ class KVCache:
             for storage in cache.storages:
                 storage.drop_unused()
 
-    def _stored_layer(self, layer: int) -> int:
-        """Return the number in every storage of the keys and values that a layer attends with."""
-        number = self._stored_layers[layer]
+    def _storage_layer(self, layer: int) -> int:
+        """Return the layer of every storage that has the keys and values which a layer of the model
+        attends with.
+        """
+        number = self._storage_layers[layer]
         assert number is not None, f"layer {layer} has no keys"
         return number
 
@@ -452,7 +374,7 @@ class KVCache:
             return sum(
                 file_layout(block, codec, self._num_layers).num_bytes for codec in self._codecs
             )
-        slot_bytes = sum(_units(block, codec) * codec.unit_bytes for codec in self._codecs)
+        slot_bytes = sum(_units_per_slot(block, codec) * codec.unit_bytes for codec in self._codecs)
         return self._num_layers * block.num_slots * slot_bytes
 
     def _claimed(
@@ -460,14 +382,17 @@ class KVCache:
         block: CacheBlock,
         tier: Tier,
         num_bytes: int,
-        sources: SequenceOf[tuple[_BlockCache, int]] = (),
+        sources: Sequence[tuple[_BlockCache, int]] = (),
     ) -> _BlockCache:
         """Claim memory on a tier and open the block there, with copies of other blocks' slots if
         given.
         """
-        home, ledgers, storages = self._tiers.compute_tier, self._tiers.ledgers, list[Storage]()
+        compute_tier, ledgers = self._tiers.compute_tier, self._tiers.ledgers
+        storages: list[Storage] = []
         with (
-            ledgers[home].claimed("cache", block.num_slots * self._state_bytes) as state_claim,
+            ledgers[compute_tier].claimed(
+                "cache", block.num_slots * self._state_bytes
+            ) as state_claim,
             ledgers[tier].claimed("cache", num_bytes) as claim,
         ):
             try:
@@ -489,9 +414,9 @@ class KVCache:
             except BaseException:
                 _close(storages)
                 raise
-        self._held[tier] += num_bytes
+        self._open_bytes[tier] += num_bytes
         self.placed[tier] += num_bytes
-        on_host = self._cpu_attention and tier == "cpu" != home
+        on_host = self._cpu_attention and tier == "cpu" != compute_tier
         return _BlockCache(tuple(storages), states, claim, state_claim, on_host)
 
     def _new_storage(
@@ -500,7 +425,7 @@ class KVCache:
         tier: Tier,
         codec: Codec,
         name: str,
-        sources: SequenceOf[SlotSource],
+        sources: Sequence[SlotSource],
     ) -> Storage:
         """Open a storage; name: of its file on the disk."""
         tiers, layers = self._tiers, self._num_layers
@@ -519,9 +444,11 @@ class KVCache:
                     .view(dtype)
                     .view(shape)
                 )
-            return zeros(shape, device, dtype)
+            return zeros(shape, dtype, device)
 
-        memory = MemoryStorage(tier, codec, block.num_slots, _units(block, codec), allocate)
+        memory = MemoryStorage(
+            tier, codec, block.num_slots, _units_per_slot(block, codec), allocate
+        )
         try:
             if sources:
                 memory.gather(sources)
@@ -533,36 +460,36 @@ class KVCache:
             raise
         return HostStorage(tiers, codec, block, memory) if is_fetched else memory
 
-    def _read(self, cache: _BlockCache, stored_layer: int, slots: slice, units: slice) -> Planes:
+    def _read(self, cache: _BlockCache, storage_layer: int, slots: slice, units: slice) -> Planes:
         """Return some units of some slots, of all planes."""
         indices = [
             (slots, *[slice(None)] * (plane.unit_axis - 1), units) for plane in self.codec.planes
         ]
-        return tuple(data[index] for data, index in zip(cache.storage.read(stored_layer), indices))
+        return tuple(data[index] for data, index in zip(cache.storage.read(storage_layer), indices))
 
     def _choose_tier(self, block: CacheBlock, num_bytes: int) -> Tier:
-        """Return where most is missing, of those tiers that have room: the blocks of a run rarely
-        divide exactly.
+        """Return the tier that lacks most of its planned share, of those whose planned room takes
+        the block: the blocks of a run rarely divide exactly.
 
-        If the planned room of none is left for a whole block, the slowest tier with free memory
-        takes it: it has most.
+        If there is none, the slowest tier with free memory takes the block, as it has most of it.
         """
-        total = sum(self._held.values()) + num_bytes
+        total = sum(self._open_bytes.values()) + num_bytes
         allowed = [tier for tier in TIERS if self._fractions[tier] > 0]
         free = [tier for tier in allowed if self._tiers.ledgers[tier].free >= num_bytes]
         planned = [
             tier
             for tier in free
-            if self._room is None or self._held[tier] + num_bytes <= self._room[tier]
+            if self._room is None or self._open_bytes[tier] + num_bytes <= self._room[tier]
         ]
-        tier = most_underfilled(planned or free[-1:] or allowed, self._fractions, self._held, total)
+        tier = most_underfilled(
+            planned or free[-1:] or allowed, self._fractions, self._open_bytes, total
+        )
         if self._names_tiers:
             block.tier = tier
         return tier
 
 
-def _units(block: CacheBlock, codec: Codec) -> int:
-    """Return the units of a slot."""
+def _units_per_slot(block: CacheBlock, codec: Codec) -> int:
     return codec.ring_units or block.capacity // codec.group_tokens
 
 

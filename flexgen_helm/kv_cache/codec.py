@@ -19,8 +19,7 @@ Shapes: n groups or units, T tokens, B sequences, Hk key heads, D elements a hea
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -28,16 +27,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.uploads import Uploaded, Uploads
+from flexgen_helm.kernels.layer_rows import put_rows
+from flexgen_helm.offload.uploads import Uploaded
 from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.scheduling.sequence import CacheBlock
 from flexgen_helm.tiers import QUANTIZED_TOKENS
 
 KeysValues = tuple[Tensor, Tensor]
 Planes = tuple[Tensor, ...]
+# Allocates zeroed memory of a shape and dtype.
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ class Plane:
     def by_unit(self, data: Tensor) -> Tensor:
         """View a tensor in memory as [slots, units, *shape]."""
         return data.movedim(self.unit_axis, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotIndex:
+    """One index in each of some slots, [n] both: of a unit in the storage, or of a token in the
+    residual window.
+    """
+
+    slots: Uploaded
+    index: Uploaded
 
 
 class Codec(ABC):
@@ -114,13 +125,13 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_prompts(
-        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+        self, k: Tensor, v: Tensor, prompts: Sequence[tuple[slice, bool]]
     ) -> Iterator[tuple[Planes, KeysValues]]:
         """Yield of each prompt the units of its whole groups, and its older tokens as the last one
         sees them quantized.
 
         k, v: [T, Hk, D], of all prompts.
-        prompts: tokens of each, and whether it is stored; else it has no units.
+        prompts: tokens of each, and whether it is stored; else its units are not used.
         """
 
     @abstractmethod
@@ -134,6 +145,22 @@ class Codec(ABC):
         """Return how many tokens the query at `position` reads from the storage; those behind are
         in the window.
         """
+
+    def new_planes(self, slots: int, units: int, allocate: Allocate) -> Planes:
+        """Allocate the planes of a layer."""
+        return tuple(
+            allocate(plane.memory_shape(slots, units), plane.dtype) for plane in self.planes
+        )
+
+    def put_units(self, stored: Planes, target: SlotIndex, planes: Planes) -> None:
+        """Put one unit into each of n slots of the planes of a layer.
+
+        planes: the new units [n, *shape].
+        """
+        device = stored[0].device
+        slots, units = target.slots.on(device), target.index.on(device)
+        for plane, data, new in zip(self.planes, stored, planes):
+            put_rows(plane.by_unit(data), slots, units, new)
 
     def round_trip(self, k: Tensor, v: Tensor) -> KeysValues:
         """Return what encoding leaves of tokens [n * cache_format.group_tokens, Hk, D]."""
@@ -153,7 +180,7 @@ class PlainCodec(Codec):
         return k, v
 
     def encode_prompts(
-        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+        self, k: Tensor, v: Tensor, prompts: Sequence[tuple[slice, bool]]
     ) -> Iterator[tuple[Planes, KeysValues]]:
         for tokens, _ in prompts:
             yield (k[tokens], v[tokens]), (k[:0], v[:0])
@@ -202,7 +229,7 @@ class QuantizedCodec(Codec):
         )
 
     def encode_prompts(
-        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+        self, k: Tensor, v: Tensor, prompts: Sequence[tuple[slice, bool]]
     ) -> Iterator[tuple[Planes, KeysValues]]:
         joined: list[tuple[slice, bool]] = []
         for prompt in prompts:
@@ -214,17 +241,15 @@ class QuantizedCodec(Codec):
             yield from self._encode_together(k, v, joined)
 
     def _encode_together(
-        self, k: Tensor, v: Tensor, prompts: SequenceOf[tuple[slice, bool]]
+        self, k: Tensor, v: Tensor, prompts: Sequence[tuple[slice, bool]]
     ) -> Iterator[tuple[Planes, KeysValues]]:
-        """Encode together: a device launches a hundred kernels to quantize, for however many
-        tokens.
-        """
+        """Encode some prompts at once: quantizing takes a hundred launches, however many tokens."""
         size, fmt = self.group_tokens, self.cache_format
         starts, lengths = zip(
             *((tokens.start, tokens.stop - tokens.start) for tokens, _ in prompts)
         )
-        older = [fmt.num_quantized(length - 1) for length in lengths]
-        units = [
+        num_older = [fmt.num_quantized(length - 1) for length in lengths]
+        num_units = [
             length // size if is_stored else 0 for length, (_, is_stored) in zip(lengths, prompts)
         ]
         seen: KeysValues = (k[:0], v[:0])
@@ -232,12 +257,16 @@ class QuantizedCodec(Codec):
             k.new_empty((0, *plane.shape), dtype=torch.uint8) for plane in self.planes
         )
         num_seen = [0] * len(prompts)
-        if in_units := fmt.group_tokens == size:
-            units = [max(count, tokens // size) for count, tokens in zip(units, older)]
-        if any(units):
-            planes = self.encode(*_first_tokens((k, v), starts, [count * size for count in units]))
-        if any(older) and in_units:
-            num_seen = [count * size for count in units]
+        # Tokens that are quantized in the groups that a unit has are seen as their units decode;
+        # others, as a round trip of their own leaves them.
+        seen_from_units = fmt.group_tokens == size
+        if seen_from_units:
+            num_units = [max(count, older // size) for count, older in zip(num_units, num_older)]
+        unit_tokens = [count * size for count in num_units]
+        if any(num_units):
+            planes = self.encode(*_first_tokens((k, v), starts, unit_tokens))
+        if any(num_older) and seen_from_units:
+            num_seen = unit_tokens
             keys, values = (
                 self._dequantize(plane, part, *self._matrix_shape(part, sum(num_seen))).view(
                     -1, self.heads, self.dim
@@ -245,14 +274,12 @@ class QuantizedCodec(Codec):
                 for plane, part in zip(planes, self._formats)
             )
             seen = keys, values
-        elif any(older):
-            num_seen, seen = older, self.round_trip(*_first_tokens((k, v), starts, older))
-        encoded, found = (
-            zip(*(x.split(counts) for x in xs))
-            for xs, counts in ((planes, units), (seen, num_seen))
-        )
-        for of_prompt, (keys, values), count in zip(encoded, found, older):
-            yield of_prompt, (keys[:count], values[:count])
+        elif any(num_older):
+            num_seen, seen = num_older, self.round_trip(*_first_tokens((k, v), starts, num_older))
+        units_by_prompt = zip(*(plane.split(num_units) for plane in planes))
+        seen_by_prompt = zip(*(x.split(num_seen) for x in seen))
+        for units, (keys, values), count in zip(units_by_prompt, seen_by_prompt, num_older):
+            yield units, (keys[:count], values[:count])
 
     def decode(self, half: int, data: Tensor) -> Tensor:
         slots, tokens = data.shape[0], data.shape[1] * self.group_tokens
@@ -315,7 +342,7 @@ class QuantizedCodec(Codec):
 
 
 def _first_tokens(
-    keys_values: KeysValues, starts: SequenceOf[int], counts: SequenceOf[int]
+    keys_values: KeysValues, starts: Sequence[int], counts: Sequence[int]
 ) -> KeysValues:
     """Join the first `counts` tokens of prompts that begin at `starts`."""
     parts = [slice(start, start + count) for start, count in zip(starts, counts) if count] or [
@@ -382,15 +409,12 @@ def make_codec(cache_format: CacheFormat | None, heads: int, dim: int, dtype: to
     )
 
 
-def total_bytes(planes: SequenceOf[Tensor]) -> int:
+def total_bytes(planes: Sequence[Tensor]) -> int:
     """Return the bytes of some tensors."""
-    return sum(plane.numel() * plane.element_size() for plane in planes)
+    return sum(plane.nbytes for plane in planes)
 
 
-# Memory of caches.
-
-
-def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros: masked positions are multiplied by 0 and must be finite.
 
     On the CPU they come from numpy, which leaves zeroing to the system: pages cost nothing until
@@ -404,66 +428,3 @@ def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
             .view(shape)
         )
     return torch.zeros(shape, device=device, dtype=dtype)
-
-
-# Where the new tokens of a decode step go in a cache block. Their tensors exist once the batch's
-# `Uploads` are copied.
-
-
-@dataclass(frozen=True, eq=False)
-class SlotIndex:
-    """One index in each of some slots, [n] both: of a unit in the storage, or of a token in the
-    residual window.
-    """
-
-    slots: Uploaded
-    index: Uploaded
-
-
-@dataclass(frozen=True, eq=False)
-class CompleteGroup:
-    """A group that the new tokens complete in some slots.
-
-    units: where it is stored.
-    window_index: [G], where its tokens are in the residual window.
-    """
-
-    units: SlotIndex
-    window_index: Uploaded
-
-
-@dataclass(frozen=True, eq=False)
-class NewTokens:
-    """One new token of each sequence of a block.
-
-    target: where they go: to the residual window, or to the storage if there is none; a unit is a
-        token then.
-    groups: that the tokens complete in the window.
-    """
-
-    target: SlotIndex
-    groups: SequenceOf[CompleteGroup] = ()
-
-
-def place_new_tokens(block: CacheBlock, codec: Codec, uploads: Uploads) -> NewTokens:
-    """Place the next tokens of a block's sequences."""
-    counts = [sequence.num_computed for sequence in block.sequences]
-    slots = uploads.add(range(len(counts)))
-    if not codec.window_tokens:
-        return NewTokens(SlotIndex(slots, uploads.add(counts)))
-    complete: dict[int, list[int]] = {}  # the last token of a group -> its slots
-    for slot, count in enumerate(counts):
-        if (count + 1) % codec.group_tokens == 0:
-            complete.setdefault(count, []).append(slot)
-    groups = []
-    for last, ending in complete.items():
-        units = SlotIndex(
-            uploads.add(ending), uploads.add([last // codec.group_tokens] * len(ending))
-        )
-        tokens = range(last - codec.group_tokens + 1, last + 1)
-        groups.append(
-            CompleteGroup(units, uploads.add([token % codec.window_tokens for token in tokens]))
-        )
-    return NewTokens(
-        SlotIndex(slots, uploads.add([count % codec.window_tokens for count in counts])), groups
-    )

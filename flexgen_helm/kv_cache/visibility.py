@@ -13,8 +13,7 @@ Shapes: B sequences of a block, t queries, S keys, W tokens of a residual window
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -94,50 +93,52 @@ def decode_parts(
 
     windows: of the model's layers.
     """
-    positions, fmt, everyone = queries.positions, codec.cache_format, slice(0, len(block.sequences))
+    positions, fmt, num_sequences = queries.positions, codec.cache_format, len(block.sequences)
     if fmt is None:
         return (_plain_part(block, queries, windows),)
     index = torch.arange(codec.window_tokens, device=positions.device)
-    stored = _whole_groups(positions, fmt.residual_window, codec.group_tokens)
+    num_stored = _whole_groups(positions, fmt.residual_window, codec.group_tokens)
     #  index 0 1 2 3 4     of a sequence at token 7 with W = 5: tokens 5 6 7 3 4
     ring = positions[:, None] - (positions[:, None] - index) % codec.window_tokens
-    outside = (ring < stored[:, None]) | (ring < 0)
-    quantized = None
+    hidden = (ring < num_stored[:, None]) | (ring < 0)
+    seen_quantized = None
     if codec.window_copies > 1:
-        quantized = ring < _whole_groups(positions, fmt.residual_window, fmt.group_tokens)[:, None]
+        num_quantized = _whole_groups(positions, fmt.residual_window, fmt.group_tokens)
+        seen_quantized = ring < num_quantized[:, None]
     newest = {
-        window: VisibleKeys(queries.mask(outside, ring, window), key_positions=ring)
+        window: VisibleKeys(queries.mask(hidden, ring, window), key_positions=ring)
         for window in windows
     }
-    parts = [DecodePart(everyone, 0, newest, quantized)]
-    on_host = [(s.num_computed, s.start, codec.num_stored(s.num_computed)) for s in block.sequences]
-    if not (longest := max(num_stored for *_, num_stored in on_host)):
+    parts = [DecodePart(slice(0, num_sequences), 0, newest, seen_quantized)]
+    # the same as `num_stored`, known on the host
+    stored_on_host = [codec.num_stored(sequence.num_computed) for sequence in block.sequences]
+    if not (longest := max(stored_on_host)):
         return tuple(parts)
-    older = torch.arange(longest, device=positions.device)
+    stored_keys = torch.arange(longest, device=positions.device)
 
     def visible(rows: slice, window: Window | None) -> VisibleKeys:
-        """What some queries see of the stored keys."""
-        some, seen = queries[rows], stored[rows]
-        mask = some.mask(older >= seen[:, None], older, window)
+        """Return what the queries of some sequences see of the stored keys."""
+        row_queries, num_seen = queries[rows], num_stored[rows]
+        mask = row_queries.mask(stored_keys >= num_seen[:, None], stored_keys, window)
         counts = [
-            max(0, count - _oldest_visible(position, window, start))
-            for position, start, count in on_host[rows]
+            max(0, count - _oldest_visible(sequence.num_computed, window, sequence.start))
+            for sequence, count in zip(block.sequences[rows], stored_on_host[rows])
         ]
         if window is not None:
-            oldest = window.oldest(some.positions, some.starts).clamp_min(0)
-            seen = (seen - oldest).clamp_min(0)
-        sees_none = None if min(counts) else seen == 0
+            oldest = window.oldest(row_queries.positions, row_queries.starts).clamp_min(0)
+            num_seen = (num_seen - oldest).clamp_min(0)
+        sees_none = None if min(counts) else num_seen == 0
         if not fmt.is_sparse:
             return VisibleKeys(mask, sees_none)
-        selected = num_selected_tensor(seen, fmt.value_share)
+        selected = num_selected_tensor(num_seen, fmt.value_share)
         return VisibleKeys(mask, sees_none, selected, num_selected(max(counts), fmt.value_share))
 
+    units = longest // codec.group_tokens
     at_once = _dequantized_at_once(longest * codec.token_elements)
-    for first, end in _ranges(0, everyone.stop, at_once):
+    for first, end in _ranges(0, num_sequences, at_once):
         rows = slice(first, end)
-        of_windows = {window: visible(rows, window) for window in windows}
-        units = longest // codec.group_tokens
-        parts.append(DecodePart(rows, units, of_windows, is_sparse=fmt.is_sparse))
+        by_window = {window: visible(rows, window) for window in windows}
+        parts.append(DecodePart(rows, units, by_window, is_sparse=fmt.is_sparse))
     return tuple(parts)
 
 
@@ -169,9 +170,8 @@ class PrefixPart:
     stored: they come from the storage, else from the residual window.
     span: the smallest and the largest position of the queries, counted from the prefix's first
         token.
-    borders: of stored tokens a query sees those that this format quantizes for it, of others those
-        that it does not;
-        None: all.
+    borders: the format that says which of them a query sees: of stored tokens those that it
+        quantizes for the query, of others those that it does not. None: a query sees all.
     """
 
     start: int
@@ -191,9 +191,8 @@ class PrefixPart:
         window: the layer's.
         dtype: of masks.
         """
-        # it hides no key
         if window is not None and window.oldest(self.span[1], self.start) <= self.first:
-            window = None
+            window = None  # it hides no key, even from the last query
         if self.borders is None and window is None:
             return VisibleKeys()
         # A query sees keys lower … upper - 1.
@@ -217,7 +216,7 @@ class PrefixPart:
 
 
 def prefix_parts(
-    start: int, end: int, positions: SequenceOf[int], codec: Codec
+    start: int, end: int, positions: Sequence[int], codec: Codec
 ) -> tuple[PrefixPart, ...]:
     """Divide what queries see of a prefix of `end` tokens.
 
@@ -259,45 +258,54 @@ def _token_table(fmt: CacheFormat, tokens: int, device: torch.device) -> Tensor:
 def query_chunks(
     q: Tensor, start: int, window: Window | None, fmt: CacheFormat
 ) -> Iterator[QueryChunk]:
-    """Divide a prompt that no cache is needed for: what its tokens see quantized and as it was
-    computed.
+    """Divide a prompt that no cache is needed for into chunks of queries, and what each of them
+    sees into tokens that are seen quantized and tokens as they were computed.
 
     q: [tokens, …].
     start: absolute position of its first token.
     """
-    tokens = len(q)
-    positions, quantized_from = _token_table(fmt, 1 << tokens.bit_length(), q.device)
-    for first in range(0, tokens, QUERY_CHUNK_TOKENS):
-        end = min(first + QUERY_CHUNK_TOKENS, tokens)
+    num_tokens = len(q)
+    positions, quantized_from = _token_table(fmt, 1 << num_tokens.bit_length(), q.device)
+    for first in range(0, num_tokens, QUERY_CHUNK_TOKENS):
+        end = min(first + QUERY_CHUNK_TOKENS, num_tokens)
+        # The first query sees tokens before `low` quantized, the last one those before `high`.
         low, high = fmt.num_quantized(first), fmt.num_quantized(end - 1)
         oldest = _oldest_visible(first, window, start)
         quantized, plain = slice(min(oldest, high), high), slice(max(oldest, low), end)
-        at, keys = positions[first:end, None], (positions[quantized], positions[plain])
-        hidden_new = (at < keys[1]) | (at >= quantized_from[plain])
-        hidden = torch.cat((at < quantized_from[quantized], hidden_new), 1)
+        queries, keys = positions[first:end, None], (positions[quantized], positions[plain])
+        hidden_plain = (queries < keys[1]) | (queries >= quantized_from[plain])
+        hidden = torch.cat((queries < quantized_from[quantized], hidden_plain), 1)
         if window is not None:
-            hidden |= torch.cat(keys) < window.oldest(at, start)
-        selected, most = None, 0
+            hidden |= torch.cat(keys) < window.oldest(queries, start)
+        selected, most_selected = None, 0
         if fmt.is_sparse:
-            borders = _whole_groups(at, fmt.residual_window, fmt.group_tokens)
-            hidden_before = 0 if window is None else window.oldest(at, start).clamp_min(0)
+            borders = _whole_groups(queries, fmt.residual_window, fmt.group_tokens)
+            hidden_before = 0 if window is None else window.oldest(queries, start).clamp_min(0)
             selected = num_selected_tensor(
                 (borders - hidden_before).clamp_min(0)[:, 0], fmt.value_share
             )
-            nearest = max(
-                max(0, fmt.num_quantized(p) - _oldest_visible(p, window, start))
-                for p in range(first, end)
+            most_quantized = max(
+                max(0, fmt.num_quantized(position) - _oldest_visible(position, window, start))
+                for position in range(first, end)
             )
-            most = num_selected(nearest, fmt.value_share)
+            most_selected = num_selected(most_quantized, fmt.value_share)
         mask = additive_mask(hidden, mask_dtype(q.device, q.dtype))
         yield QueryChunk(
-            slice(first, end), quantized, plain, mask, Positions(at[:, 0], keys), selected, most
+            slice(first, end),
+            quantized,
+            plain,
+            mask,
+            Positions(queries[:, 0], keys),
+            selected,
+            most_selected,
         )
 
 
 def _oldest_visible(position: int, window: Window | None, start: int) -> int:
-    """Return the first token that the window of a query at `position` shows, both counted from
-    `start`.
+    """Return the first token that the window of a query at `position` shows.
+
+    position: like the result counted from the sequence's own first token, whose absolute position
+        is `start`.
     """
     return 0 if window is None else max(0, window.oldest(position, start))
 
@@ -310,7 +318,9 @@ def _whole_groups(positions: Tensor, residual_window: int, group_tokens: int) ->
 
 
 def _dequantized_at_once(elements: int) -> int:
-    """Return how many keys and values of so many elements each are dequantized at once."""
+    """Return how many pairs of keys and values, of `elements` elements each, are dequantized at
+    once.
+    """
     return max(1, _DEQUANTIZED_ELEMENTS // (2 * elements))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
-from flexgen_helm.offload.staging import Allocation
+from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.tiers import TIERS, Tier, aligned
 
@@ -26,7 +26,7 @@ class _StoredBatch:
     stores: tier -> store of the next rows; its result is the rows in host memory, or None on the
         disk.
     claims: releases the memory on all tiers.
-    fetch: of all rows to the compute device, once `prefetch` was called.
+    fetch: of all rows to the compute device; None until `prefetch` is called.
     """
 
     shape: torch.Size
@@ -40,7 +40,7 @@ class ActivationStore:
     """Hidden states [T, H] by batch number. Stores and fetches run in the background; their errors
     surface in `load`.
 
-    placed: tier -> bytes stored so far.
+    placed: tier -> bytes stored so far, of all batches.
     """
 
     def __init__(self, tiers: TransferManager, fractions: Mapping[Tier, float]) -> None:
@@ -61,20 +61,21 @@ class ActivationStore:
         compute_tier = self._tiers.compute_tier
         num_rows = hidden.shape[0]
         row_bytes = hidden[:1].nbytes
-        # in `_fetch`, the disk's are the last
+        # `_fetch` reads what is left of the rows from the disk, so the disk comes last
         tiers = (compute_tier, *(t for t in TIERS if t != compute_tier))
         last = next(tier for tier in reversed(tiers) if self._fractions[tier] > 0)
         stored = self._batches[batch] = _StoredBatch(hidden.shape, hidden[:0])
-        first, share = 0, 0.0
+        num_stored, share = 0, 0.0  # rows and share of the tiers so far
         for tier in tiers:
             share += self._fractions[tier]
             end = num_rows if tier == last else round(min(share, 1.0) * num_rows)
-            wanted = max(0, end - first) if self._fractions[tier] > 0 else 0
-            rows = self._claim_rows(stored, tier, wanted, row_bytes, tier == last)
-            part, first = hidden[first : first + rows], first + rows
+            wanted = max(0, end - num_stored) if self._fractions[tier] > 0 else 0
+            num_claimed = self._claim_rows(stored, tier, wanted, row_bytes, tier == last)
+            part = hidden[num_stored : num_stored + num_claimed]
+            num_stored += num_claimed
             if tier == compute_tier:
                 stored.resident = part
-            elif rows:
+            elif num_claimed:
                 stored.stores[tier] = self._store_async(batch, tier, part)
             if tier == last:
                 break
@@ -85,7 +86,10 @@ class ActivationStore:
     def _claim_rows(
         self, stored: _StoredBatch, tier: Tier, rows: int, row_bytes: int, needs_all: bool
     ) -> int:
-        """Claim memory for up to `rows` rows; return how many have room."""
+        """Claim memory for up to `rows` rows; return how many have room.
+
+        needs_all: raise `MemoryLimitError` if not all have.
+        """
         ledger = self._tiers.ledgers[tier]
         while rows:
             try:
@@ -100,7 +104,7 @@ class ActivationStore:
             break
         return rows
 
-    def wait(self, batch: int, num_bytes: int) -> bool:
+    def claim_waiting(self, batch: int, num_bytes: int) -> bool:
         """Claim memory of the compute tier for a batch that waits within a layer; return whether it
         had room.
         """
@@ -112,8 +116,8 @@ class ActivationStore:
             return False
         return True
 
-    def end_wait(self, batch: int) -> None:
-        """Release that memory; harmless where nothing was claimed."""
+    def release_waiting(self, batch: int) -> None:
+        """Release the memory of `claim_waiting`; harmless where nothing was claimed."""
         if batch in self._waiting:
             self._tiers.ledgers[self._tiers.compute_tier].release(self._waiting.pop(batch))
 
@@ -144,7 +148,7 @@ class ActivationStore:
         ended the run.
         """
         for batch in [*self._waiting]:
-            self.end_wait(batch)
+            self.release_waiting(batch)
         for stored in self._batches.values():
             for future in (*stored.stores.values(), stored.fetch):
                 if future is not None:
@@ -156,6 +160,9 @@ class ActivationStore:
         self._files.clear()
 
     def _store_async(self, batch: int, tier: Tier, part: Tensor) -> Future[Tensor | None]:
+        """Begin to store rows in host memory or on the disk; a batch's file is kept while it is
+        large enough.
+        """
         if tier == "disk" and (
             batch not in self._files or self._files[batch].size < aligned(part.nbytes)
         ):
@@ -181,14 +188,11 @@ class ActivationStore:
             parts, num_rows = [stored.resident], stored.resident.shape[0]
             for store in stored.stores.values():
                 part = store.result()
-                if part is None:
-                    part = self._read(batch, stored.shape[0] - num_rows, stored)
+                if part is None:  # the disk has all other rows
+                    shape = stored.shape[0] - num_rows, stored.shape[1]
+                    part = self._files[batch].read_tensor(0, shape, stored.resident.dtype)
+                    self._tiers.note_fetch(part.nbytes)
+                    self._tiers.stats.count_bytes("disk_to_cpu", "activations", part.nbytes)
                 num_rows += part.shape[0]
                 parts.append(self._tiers.to_device(part, "activations"))
             return torch.cat(parts)
-
-    def _read(self, batch: int, num_rows: int, stored: _StoredBatch) -> Tensor:
-        part = self._files[batch].read_tensor(0, (num_rows, stored.shape[1]), stored.resident.dtype)
-        self._tiers.note_fetch(part.nbytes)
-        self._tiers.stats.count_bytes("disk_to_cpu", "activations", part.nbytes)
-        return part

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import RateLimit
-from flexgen_helm.offload.staging import pages
 from flexgen_helm.progress import Message, report
 from flexgen_helm.tiers import COPY_BUFFER_BYTES
 from flexgen_helm.units import exact_size
@@ -25,7 +25,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 # PyTorch's segments (2 and 20 MiB for every stream) and cuBLAS's workspaces have room in any limit.
 _LEAST_LIMIT = 512 << 20
 
-# An event behind work of the device; None where there is nothing to wait for.
+# An event behind work that was launched on the device; None where computing is synchronous.
 Launched = torch.cuda.Event | None
 
 
@@ -148,16 +148,17 @@ class CudaCopyEngine(CopyEngine):
         target = self.device_memory(source.shape, source.dtype) if target is None else target
         if not self.pins or (source.is_contiguous() and source.is_pinned()):
             return self._copy(source, target)
-        for piece, arrived in _pieces(source, target):
-            self._copy(self._buffer_like(piece).copy_(piece), arrived)
+        for source_piece, target_piece in _pieces(source, target):
+            self._copy(self._buffer_like(source_piece).copy_(source_piece), target_piece)
         return target
 
     def rows_to_device(self, source: Tensor, rows: Tensor) -> Tensor:
         target = self.device_memory((len(rows), *source.shape[1:]), source.dtype)
         step = max(1, COPY_BUFFER_BYTES // max(1, source[:1].nbytes))
-        for some_rows, arrived in zip(rows.split(step), target.split(step)):
+        for some_rows, target_piece in zip(rows.split(step), target.split(step)):
             self._copy(
-                torch.index_select(source, 0, some_rows, out=self._buffer_like(arrived)), arrived
+                torch.index_select(source, 0, some_rows, out=self._buffer_like(target_piece)),
+                target_piece,
             )
         return target
 
@@ -172,8 +173,8 @@ class CudaCopyEngine(CopyEngine):
             target.is_contiguous() and source.is_contiguous() and target.is_pinned()
         ):
             return self._copy(source, target)
-        for piece, arrived in _pieces(source, target):
-            arrived.copy_(self._copy(piece, self._buffer_like(piece)))
+        for source_piece, target_piece in _pieces(source, target):
+            target_piece.copy_(self._copy(source_piece, self._buffer_like(source_piece)))
         return target
 
     def launched(self) -> Launched:
@@ -224,18 +225,13 @@ class CudaCopyEngine(CopyEngine):
     def _copy(self, source: Tensor, target: Tensor) -> Tensor:
         with torch.cuda.stream(self._stream()):
             # what the host attended to waits for a piece, not for all
-            for piece, arrived in _pieces(source, target):
-                arrived.copy_(piece, non_blocking=True)
-        self._wait()
-        return target
-
-    def _wait(self) -> None:
-        """Wait for this thread's copies, asleep: one that spins would take a processor from those
-        that compute.
-        """
+            for source_piece, target_piece in _pieces(source, target):
+                target_piece.copy_(source_piece, non_blocking=True)
+        # Wait asleep: a thread that spins would take a processor from those that compute.
         copied = torch.cuda.Event(blocking=True)
         copied.record(self._stream())
         copied.synchronize()
+        return target
 
     def _buffer_like(self, piece: Tensor) -> Tensor:
         return self.thread_buffer(piece.nbytes)[: piece.nbytes].view(piece.dtype).view(piece.shape)
@@ -297,5 +293,5 @@ def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     elif rows := COPY_BUFFER_BYTES * len(source) // source.nbytes:
         yield from zip(source.split(rows), target.split(rows))
     else:
-        for piece, arrived in zip(source, target):
-            yield from _pieces(piece, arrived)
+        for source_piece, target_piece in zip(source, target):
+            yield from _pieces(source_piece, target_piece)

@@ -34,8 +34,8 @@ def tiled_linear(
 ) -> Tensor:
     """Multiply x [T, in] by a stored weight transposed and add the bias [out] -> [T, out].
 
-    weight: [out, in] in any dtype; or stripes [stripes, bytes] of a matrix that is packed in some
-        format, with so many rows.
+    weight: [out, in] in any dtype; packed: its stripes [stripes, bytes].
+    packed: the format and the number of rows of a packed matrix.
     batch_invariant: the order of sums does not depend on T.
     """
     fmt, rows = packed or (None, len(weight))

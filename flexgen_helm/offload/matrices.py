@@ -1,4 +1,5 @@
-"""Matrices of a checkpoint: loaded to a tier in their storage format, and fetched from there.
+"""Matrices of a checkpoint: loaded to a tier in their storage format, and those on a slower tier
+than the compute device's fetched from there.
 
 The storage format is the checkpoint's 16-bit dtype, or a packed format of the precision. Packed
 matrices have stripes of bytes for rows (`quant.formats`). A matrix is packed once, into a weight
@@ -8,7 +9,7 @@ The matrices of an expert are loaded together, and share a weight file.
 
 A matrix that a file of the checkpoint has in its storage format, in 16 bits or as published, is
 read from there, if that file is on the disk of the offload directory. It has no weight file, and
-its values are checked once.
+its values are checked once (`offload.weights_at_rest`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, chain, count, takewhile
+from itertools import accumulate, count, takewhile
 from math import prod
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -31,108 +30,28 @@ from torch import Tensor
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
 from flexgen_helm.checkpoint.fingerprint import SourceFile
-from flexgen_helm.checkpoint.local_files import local_weights
-from flexgen_helm.checkpoint.names import ResolvedModel
-from flexgen_helm.checkpoint.open import open_checkpoint
 from flexgen_helm.checkpoint.published_blocks import StoredRows, read_blocks
-from flexgen_helm.config import EngineConfig
 from flexgen_helm.errors import OffloadError
-from flexgen_helm.files import existing_folder
 from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.models.config import expert_number, expert_of
-from flexgen_helm.offload.disk import CheckpointFile, DirectFile, WeightFiles, written_bytes
+from flexgen_helm.offload.disk import CheckpointFile, DirectFile
+from flexgen_helm.offload.offload_directory import WeightFiles
+from flexgen_helm.offload.pages import Pages, pages
 from flexgen_helm.offload.prefetcher import ring_bytes
-from flexgen_helm.offload.staging import ALIGNMENT, Pages, aligned, pages
 from flexgen_helm.offload.transfer_manager import TransferManager
+from flexgen_helm.offload.weights_at_rest import WeightsAtRest
 from flexgen_helm.planner.staging import gather_bytes
-from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.progress import Message, report
-from flexgen_helm.quant.block_formats import LAYOUT_VERSION
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
-from flexgen_helm.tiers import COPY_BUFFER_BYTES, GATHER_BYTES, HOST_UPCAST_ELEMENTS
-
-# Matrices for which the disk of an offload directory has room already: no copy of them is written.
-
-
-def bytes_at_rest(
-    model: ResolvedModel, precision: Precision, folder: Path, config: EngineConfig
-) -> int:
-    """Return the bytes of a model's matrices that need no more room below `folder`; 0 before the
-    model is fetched.
-
-    config: of the engine; without a limit for the disk, files that hold weights already count too.
-
-    Raises `CheckpointError` for weights that cannot be used.
-    """
-    if config.weights == "pretrained" and local_weights(model) is None:
-        return 0
-    checkpoint = open_checkpoint(model, weights=config.weights, seed=config.seed)
-    precision = replace(precision, published=checkpoint.published_formats)
-    sizes = StorageSizes(checkpoint.config, precision).matrices
-    at_rest = WeightsAtRest(checkpoint, precision, folder)
-    return at_rest.num_bytes(sizes, with_written=config.limits.disk is None)
-
-
-class WeightsAtRest:
-    """What the disk of an offload directory has of a checkpoint's matrices before they are
-    loaded.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, folder: Path) -> None:
-        self._checkpoint, self._precision, self._folder = checkpoint, precision, folder
-        self._shares_disk: dict[Path, bool] = {}  # by file of the checkpoint
-
-    def rows_of(self, name: str) -> Sequence[StoredRows]:
-        """Return where the checkpoint has a matrix as it is read, if those files are on the
-        directory's disk.
-        """
-        if len(self._checkpoint.shapes[name]) != 2 or isinstance(
-            self._precision.format_of(name), GroupFormat
-        ):
-            return ()
-        rows = self._checkpoint.stored_rows(name)
-        return (
-            rows
-            if all(self._shares(plane.file.path) for part in rows for plane in part.planes)
-            else ()
-        )
-
-    def _shares(self, path: Path) -> bool:
-        if path not in self._shares_disk:
-            self._shares_disk[path] = (
-                path.stat().st_dev == existing_folder(self._folder).stat().st_dev
-            )
-        return self._shares_disk[path]
-
-    def label(self, fmt: StoredFormat | None) -> str:
-        """Return what tells the weight files of a format from others of the checkpoint."""
-        if isinstance(fmt, GroupFormat):
-            return self._precision.weights_label
-        return (
-            f"published-{LAYOUT_VERSION}"
-            if fmt
-            else str(self._checkpoint.storage_dtype).removeprefix("torch.")
-        )
-
-    def num_bytes(self, sizes: Mapping[str, int], with_written: bool) -> int:
-        """Return the bytes of matrices that need no more room: where the checkpoint has them, or a
-        weight file does.
-
-        sizes: of the matrices, by name.
-        with_written: weight files count, too; not where a limit of the directory is to hold for
-            them.
-        """
-        in_place = sum(size for name, size in sizes.items() if self.rows_of(name))
-        if not with_written:
-            return in_place
-        labels = {self.label(self._precision.format_of(name)) for name in sizes}
-        written = sum(
-            written_bytes(self._folder, self._checkpoint.fingerprint, label) for label in labels
-        )
-        return in_place + min(written, sum(sizes.values()) - in_place)
-
+from flexgen_helm.tiers import (
+    ALIGNMENT,
+    COPY_BUFFER_BYTES,
+    GATHER_BYTES,
+    HOST_UPCAST_ELEMENTS,
+    aligned,
+)
 
 _thread_local = threading.local()
 # Threads that read rows of tables; they are kept, because starting them takes longer than the
@@ -169,8 +88,8 @@ class OffloadedMatrix(ABC):
         """
 
     def buffer_bytes(self, rows: int) -> int:
-        """Return the host memory in which a fetch of so many rows passes, on its way from the disk
-        to a device.
+        """Return the bytes of host memory that a fetch of so many rows needs on its way from the
+        disk to a device.
         """
         return 0
 
@@ -223,12 +142,14 @@ class DiskMatrix(OffloadedMatrix):
         return fetched.view(self.dtype).view(count, -1)
 
     def gather(self, rows: Tensor) -> Tensor:
+        # Each row is read once. Rows that are near each other are one stretch, which is one read.
         unique_rows, inverse = rows.unique(return_inverse=True)  # sorted
         gathered = torch.empty((unique_rows.numel(), self.row_bytes), dtype=torch.uint8)
         indices = unique_rows.numpy()
         is_far = np.diff(indices) * self.row_bytes > _GAP_BYTES
-        in_next = np.diff(indices * self.row_bytes // _STRETCH_BYTES) > 0
-        splits = np.flatnonzero(is_far | in_next) + 1
+        # stretches end at multiples of their most bytes
+        ends_stretch = np.diff(indices * self.row_bytes // _STRETCH_BYTES) > 0
+        splits = np.flatnonzero(is_far | ends_stretch) + 1
 
         def read(stretch: np.ndarray, out: np.ndarray) -> None:
             first, count = int(stretch[0]), int(stretch[-1] - stretch[0]) + 1
@@ -258,6 +179,9 @@ class DiskMatrix(OffloadedMatrix):
 class GatheredMatrix(DiskMatrix):
     """A matrix whose rows are gathered from several places of files, through memory of the reading
     thread.
+
+    files: open files of the checkpoint.
+    parts: the matrix's rows in order, each part with its places in the files.
     """
 
     def __init__(
@@ -268,6 +192,7 @@ class GatheredMatrix(DiskMatrix):
         dtype: torch.dtype,
         parts: Sequence[StoredRows],
     ) -> None:
+        # `_read` chooses the file
         super().__init__(tiers, next(iter(files.values())), shape, dtype)
         self._files, self._parts = files, parts
         self._block_bytes = sum(plane.block_bytes for plane in parts[0].planes)
@@ -290,31 +215,6 @@ class GatheredMatrix(DiskMatrix):
         span = buffer[: aligned(skipped + size)]
         self._files[file].read(offset - skipped, span)
         return span[skipped : skipped + size]
-
-
-class Expert:
-    """The matrices of an expert on another tier, which are fetched together.
-
-    num_bytes: that a fetch needs: matrices begin at pages, and each may be read from the middle of
-        a page on.
-    """
-
-    def __init__(self, matrices: Mapping[str, OffloadedMatrix]) -> None:
-        """matrices: by name."""
-        self._matrices: dict[str, tuple[OffloadedMatrix, int]] = {}
-        self.num_bytes = 0
-        for name, matrix in matrices.items():
-            self._matrices[name] = matrix, self.num_bytes
-            self.num_bytes += aligned(matrix.num_bytes) + ALIGNMENT
-
-    def fetch(self, slot: Tensor) -> dict[str, Tensor]:
-        """Fetch all matrices to memory [num_bytes] on the compute device, in their storage
-        format.
-        """
-        return {
-            name: m.fetch(0, m.shape[0], slot[offset:])
-            for name, (m, offset) in self._matrices.items()
-        }
 
 
 def buffered_rows(row_bytes: int) -> int:
@@ -365,15 +265,12 @@ class MatrixLoader:
         return self._precision.format_of(name) if len(self._checkpoint.shapes[name]) == 2 else None
 
     def order(self, name: str) -> Tensor | None:
-        """Return which row of a matrix as it rests is each of its rows; None if all are in
-        order.
+        """Return for each row of a matrix its index among the rows as they are stored [rows]; None
+        if they are stored in order.
         """
-        if (
-            not isinstance(self.format_of(name), BlockFormat)
-            or (order := self._checkpoint.row_order(name)) is None
-        ):
-            return None
-        return order.to(self._tiers.device)
+        is_published = isinstance(self.format_of(name), BlockFormat)
+        order = self._checkpoint.row_order(name) if is_published else None
+        return None if order is None else order.to(self._tiers.device)
 
     def num_bytes(self, name: str) -> int:
         """Return the size of a tensor in its storage format."""
@@ -384,11 +281,11 @@ class MatrixLoader:
         """Load a tensor to the compute device; dtype: of one that is not packed, None for the
         checkpoint's.
         """
-        (shape, stored), copy_engine = self._storage(name), self._tiers.copy_engine
+        (shape, storage_dtype), copy_engine = self._storage(name), self._tiers.copy_engine
         if copy_engine is not None and self._tiers.device.type != "cpu":
-            target = self._device_memory(name, shape, dtype or stored)
+            target = self._device_memory(name, shape, dtype or storage_dtype)
             _copy_tiles(
-                self._content(name),
+                self._loaded_tiles(name),
                 target,
                 lambda part, tile: copy_engine.to_device(tile.to(dtype), part),
             )
@@ -397,10 +294,11 @@ class MatrixLoader:
         if isinstance(fmt, GroupFormat):
             return self._read_packed(name)
         if fmt is not None:
-            packed = self._pages.empty(shape, dtype=stored)
+            packed = self._pages.empty(shape, dtype=storage_dtype)
             self._checkpoint.read_packed(name, packed)
             return packed
-        empty = self._pages.empty if dtype in (None, stored) else torch.empty
+        # what is converted lives for a moment, and would waste room of the shared pages
+        empty = self._pages.empty if dtype in (None, storage_dtype) else torch.empty
         return self._checkpoint.tensor(name, empty).to(dtype)
 
     def _device_memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -418,11 +316,13 @@ class MatrixLoader:
             and torch.cuda.get_device_capability(engine.device)[0] in (9, 10)
             and shape[-1] % 8 == 0
         ):
-            of_all = f"{expert.rpartition('.')[0]}.{{}}{name.removeprefix(expert)}"
-            if of_all not in self.stacks:
-                known = takewhile(self._checkpoint.shapes.__contains__, map(of_all.format, count()))
-                self.stacks[of_all] = engine.device_memory((len([*known]), *shape), dtype)
-            return self.stacks[of_all][expert_number(expert)]
+            stack = f"{expert.rpartition('.')[0]}.{{}}{name.removeprefix(expert)}"
+            if stack not in self.stacks:
+                members = takewhile(
+                    self._checkpoint.shapes.__contains__, map(stack.format, count())
+                )
+                self.stacks[stack] = engine.device_memory((len([*members]), *shape), dtype)
+            return self.stacks[stack][expert_number(expert)]
         return engine.device_memory(shape, dtype)
 
     def to_host(self, name: str) -> HostMatrix:
@@ -430,7 +330,7 @@ class MatrixLoader:
         assert self._tiers.copy_engine is not None
         shape, dtype = self._storage(name)
         stored = self._tiers.copy_engine.host_memory(self.num_bytes(name)).view(dtype)
-        _copy_tiles(self._content(name), stored)
+        _copy_tiles(self._loaded_tiles(name), stored)
         return HostMatrix(self._tiers, stored.view(shape))
 
     def to_disk(self, name: str) -> DiskMatrix:
@@ -438,16 +338,16 @@ class MatrixLoader:
         there is none.
         """
         if not (parts := self._at_rest.rows_of(name)):
-            file, offset = self._file(name)
-            return DiskMatrix(self._tiers, self._keep(file), *self._storage(name), offset)
-        tiles = self._read("verify", self._tiles(name))
+            file, offset = self._weight_file(name)
+            return DiskMatrix(self._tiers, self._keep_open(file), *self._storage(name), offset)
+        tiles = self._in_phase("verify", self._tiles(name))
         # published values that fit one dtype may be too large for another
         fmt = self.format_of(name)
         self._weight_files(fmt).ensure_checked(
             name if fmt is None else f"{name} {self._dtype}", tiles
         )
         files = {
-            plane.file: self._keep(CheckpointFile(plane.file, self._tiers.disk_rates))
+            plane.file: self._keep_open(CheckpointFile(plane.file, self._tiers.disk_rates))
             for part in parts
             for plane in part.planes
         }
@@ -468,18 +368,20 @@ class MatrixLoader:
             return shape, self._checkpoint.storage_dtype
         return (fmt.num_stripes(shape[0]), fmt.stripe_bytes(shape[1])), torch.uint8
 
-    def _keep(self, file: DirectFile) -> DirectFile:
-        """Keep a file open until the loader is closed; one that is open already takes its place."""
-        if (known := self._open_files.get(str(file.path))) is not None:
+    def _keep_open(self, file: DirectFile) -> DirectFile:
+        """Keep a file open until the loader is closed; return the one that is open already if it
+        was opened before.
+        """
+        if (already_open := self._open_files.get(str(file.path))) is not None:
             file.close()
-            return known
+            return already_open
         self._open_files[str(file.path)] = file
         self._resources.callback(file.close)
         return file
 
-    def _file(self, name: str) -> tuple[DirectFile, int]:
-        """Open the weight file of a matrix, which is written first if there is none; return where
-        the matrix begins.
+    def _weight_file(self, name: str) -> tuple[DirectFile, int]:
+        """Open the weight file of a matrix, which is written first if there is none; return it, and
+        the offset at which the matrix begins.
         """
         expert = expert_of(name)
         names = [name] if expert is None else self._experts[expert]
@@ -487,17 +389,17 @@ class MatrixLoader:
         files = self._weight_files(
             next((fmt for member in names if (fmt := self.format_of(member))), None)
         )
-        padding = {
-            member: [torch.zeros(-self.num_bytes(member) % ALIGNMENT, dtype=torch.uint8)]
-            for member in names
-        }
-        tiles = self._read(
-            "convert", chain.from_iterable(chain(self._tiles(m), padding[m]) for m in names)
-        )
+
+        def padded_tiles() -> Iterator[Tensor]:
+            for member in names:
+                yield from self._tiles(member)
+                yield torch.zeros(-self.num_bytes(member) % ALIGNMENT, dtype=torch.uint8)
+
+        tiles = self._in_phase("convert", padded_tiles())
         return files.ensure(expert or name, offsets[-1], tiles), offsets[names.index(name)]
 
     def _tiles(self, name: str) -> Iterable[Tensor]:
-        """Return flat tiles of a matrix in its storage format."""
+        """Return flat tiles of a matrix in its storage format, from the checkpoint."""
         fmt = self.format_of(name)
         if isinstance(fmt, GroupFormat):
             return _packed_tiles(
@@ -509,9 +411,9 @@ class MatrixLoader:
             else self._checkpoint.packed_tiles(name, self._dtype)
         )
 
-    def _content(self, name: str) -> Iterable[Tensor]:
-        """Return flat tiles of a matrix in its storage format, read from its weight file if it is
-        packed here.
+    def _loaded_tiles(self, name: str) -> Iterable[Tensor]:
+        """Return flat tiles of a matrix in its storage format, from its weight file if it is packed
+        here, else from the checkpoint.
         """
         is_packed_here = isinstance(self.format_of(name), GroupFormat)
         return [self._read_packed(name).view(-1)] if is_packed_here else self._tiles(name)
@@ -524,11 +426,11 @@ class MatrixLoader:
             )
         return self._files[label]
 
-    def _read(
+    def _in_phase(
         self, phase: Literal["verify", "convert"], tiles: Iterable[Tensor]
     ) -> Iterator[Tensor]:
-        """Pass on the content of a matrix: it is read where a weight file is missing, or its values
-        are unchecked.
+        """Pass tiles on, and set the loader's phase once one is asked for: where a weight file is
+        missing, or values are unchecked.
         """
         self.phase = phase
         yield from tiles
@@ -538,11 +440,12 @@ class MatrixLoader:
         it there.
         """
         if self._has_directory:
-            file, offset = self._file(name)
+            file, offset = self._weight_file(name)
             with closing(file):
                 return file.read_tensor(offset, *self._storage(name))
         packed = torch.empty(self._storage(name)[0], dtype=torch.uint8)
-        _copy_tiles((tile.flatten() for tile in self._read("convert", self._tiles(name))), packed)
+        tiles = self._in_phase("convert", self._tiles(name))
+        _copy_tiles(map(Tensor.flatten, tiles), packed)
         return packed
 
     @cached_property

@@ -26,7 +26,6 @@ from itertools import dropwhile, takewhile
 import torch
 from torch import Tensor
 
-from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.tiers import NUM_LOADERS, aligned, aligned_read_bytes
 
@@ -66,15 +65,12 @@ class StagingRing:
         | free |  oldest … newest  | free |    acquire behind the newest, or from the start
     """
 
-    def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
-        """memory: of `capacity` bytes, rounded up to whole pages, on any device; None allocates
-        host memory.
-        """
-        self.capacity = aligned(capacity)
-        self._memory = pages(self.capacity) if memory is None else memory
-        assert self._memory.numel() == self.capacity
+    def __init__(self, capacity: int, memory: Tensor) -> None:
+        """memory: of `capacity` bytes, rounded up to whole pages, on any device."""
+        self.capacity, self._memory = aligned(capacity), memory
+        assert memory.numel() == self.capacity
         self._slots: deque[RingSlot] = deque()  # from the oldest to the newest
-        self._readers: torch.cuda.Event | None = None  # of the slots whose memory was taken again
+        self._readers: torch.cuda.Event | None = None  # of the slot that was taken out last
 
     def acquire(self, num_bytes: int) -> RingSlot | None:
         """Take a slot of at least `num_bytes`; None while there is no room."""
@@ -83,7 +79,7 @@ class StagingRing:
         while (offset := self._free_offset(size)) is None:
             if not self._slots[0].released:
                 return None
-            # Only as many as are needed: the readers of the next are later ones.
+            # Only as many as are needed: the readers of later slots end later.
             self._readers = self._slots.popleft().readers
         slot = RingSlot(offset, size, self._readers)
         self._slots.append(slot)
@@ -148,8 +144,9 @@ class StreamedMatrix:
 class Unit:
     """Rows [first, first + num_rows) of a matrix.
 
-    slot, loading: where its rows come, and the rows themselves; from the begin of its load until
-        it is released.
+    slot: that its rows are loaded into.
+    loading: the load, whose result are the rows. Both are set from its begin until the unit is
+        released.
     """
 
     matrix: StreamedMatrix
@@ -198,7 +195,7 @@ class WeightPrefetcher:
     def __init__(self, ring: StagingRing, transfers: TransferManager) -> None:
         self._ring, self._transfers = ring, transfers
         self._visits: deque[_Visit] = deque()
-        self._queue: deque[Unit] = deque()  # those that the ring has no room for yet
+        self._queue: deque[Unit] = deque()  # units that the ring has no room for yet
 
     @property
     def wants_more(self) -> bool:
@@ -246,24 +243,27 @@ class WeightPrefetcher:
         is_last = visit.uses_left == 1
 
         if visit.keeps:
-            yield partial(self._kept, visit, is_last and not is_repeated)
+            yield partial(self._kept_rows, visit, is_last and not is_repeated)
         else:
-            yield partial(self._passing, visit)
+            yield partial(self._passing_rows, visit)
         visit.uses_left -= 1
         if is_last:
             while visit.units:
                 self._release(visit.units.popleft())
             self._visits.popleft()
 
-    def _kept(self, visit: _Visit, releases: bool, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows of a matrix whose stage the ring keeps; releases: for the last time."""
+    def _kept_rows(self, visit: _Visit, releases: bool, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of a matrix whose stage the ring keeps.
+
+        releases: they are used for the last time, so each unit is released behind its use.
+        """
         for unit in [unit for unit in visit.units if unit.matrix.name == name]:
             yield unit.first, self._loaded(unit)
             if releases:
                 visit.units.remove(unit)
                 self._release(unit)
 
-    def _passing(self, visit: _Visit, name: str) -> Iterator[tuple[int, Tensor]]:
+    def _passing_rows(self, visit: _Visit, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of a matrix whose stage passes through the ring."""
         # In order: units before the wanted matrix are not needed this time.
         while visit.units[0].matrix.name != name:
@@ -302,6 +302,7 @@ class WeightPrefetcher:
             return unit.matrix.fetch(unit.first, unit.num_rows, self._ring.memory(slot))
 
     def _loaded(self, unit: Unit) -> Tensor:
+        """Return the rows of a unit; wait until they are loaded."""
         assert unit.loading is not None, "all units before it are released, so the ring has room"
         if not unit.loading.done():
             with self._transfers.stats.timed("wait_weights"):

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from flexgen_helm.kernels.team import use_one_thread
 from flexgen_helm.offload.copy_engine import CopyEngine, Launched
-from flexgen_helm.offload.disk import OffloadDirectory
+from flexgen_helm.offload.ledger import Ledger
+from flexgen_helm.offload.offload_directory import OffloadDirectory
 from flexgen_helm.offload.rate_limit import DiskRates
-from flexgen_helm.offload.staging import Ledger
-from flexgen_helm.offload.transfer_stats import Kind, TransferStats
-from flexgen_helm.tiers import MAX_PENDING_STORE_BYTES, Tier
+from flexgen_helm.offload.transfer_stats import TransferStats
+from flexgen_helm.tiers import MAX_PENDING_STORE_BYTES, Kind, Tier
 
 Result = TypeVar("Result")
 

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from flexgen_helm.tiers import KINDS, Kind
+
 LinkName = Literal["disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu"]
-Kind = Literal["weights", "cache", "activations"]
 
 LINKS: tuple[LinkName, ...] = ("disk_to_cpu", "cpu_to_disk", "cpu_to_gpu", "gpu_to_cpu")
-KINDS: tuple[Kind, ...] = ("weights", "cache", "activations")
 
 
 class ExpertUses(NamedTuple):
@@ -107,7 +107,7 @@ class PassReads:
         """
         self._stats, self._disk_bytes, self._ahead_bytes = stats, disk_bytes, ahead_bytes
         self._num_passes, self._pass_bytes = 1, disk_bytes
-        self._before = 0  # bytes that earlier passes read
+        self._earlier_bytes = 0  # that earlier passes read
         # Times, and bytes of all kinds that were read until then, of the last reports: 2 s or more,
         # or a few layers.
         self._readings = deque([(time.perf_counter(), 0)], maxlen=20)
@@ -120,17 +120,19 @@ class PassReads:
         """
         read = self._stats.bytes()["disk_to_cpu"]
         weights = read["weights"]
-        if more := num_passes - self._num_passes:
-            before = max(
-                weights - self._ahead_bytes, min(weights, self._before + more * self._disk_bytes)
+        if new_passes := num_passes - self._num_passes:
+            # What the begun pass has read ahead is not the earlier passes'.
+            earlier_bytes = max(
+                weights - self._ahead_bytes,
+                min(weights, self._earlier_bytes + new_passes * self._disk_bytes),
             )
-            self._pass_bytes = (before - self._before) // more
-            self._before = before
+            self._pass_bytes = (earlier_bytes - self._earlier_bytes) // new_passes
+            self._earlier_bytes = earlier_bytes
             self._num_passes = num_passes
         self._readings.append((time.perf_counter(), sum(read.values())))
         (first_s, first_bytes), (last_s, last_bytes) = self._readings[0], self._readings[-1]
         return {
-            "read_bytes": min(weights - self._before, self._pass_bytes),
+            "read_bytes": min(weights - self._earlier_bytes, self._pass_bytes),
             "pass_bytes": self._pass_bytes,
             "read_bytes_s": (last_bytes - first_bytes) / max(1e-9, last_s - first_s),
         }

@@ -38,16 +38,16 @@ from flexgen_helm.models.config import (
 )
 from flexgen_helm.models.decoder import StageWeights, TableRows
 from flexgen_helm.models.routing import RowExperts
-from flexgen_helm.offload.experts import ExpertStreamer
+from flexgen_helm.offload.experts import Expert, ExpertStreamer
 from flexgen_helm.offload.linear import dequantize_tiled, join_rows, tiled_linear
 from flexgen_helm.offload.matrices import (
     DiskMatrix,
-    Expert,
     GatheredMatrix,
     MatrixLoader,
     OffloadedMatrix,
     buffered_rows,
 )
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.prefetcher import (
     StagingRing,
     StreamedMatrix,
@@ -56,7 +56,6 @@ from flexgen_helm.offload.prefetcher import (
     fits,
     ring_bytes,
 )
-from flexgen_helm.offload.staging import pages
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.planner.staging import gather_bytes
 from flexgen_helm.planner.weight_placement import Placement
@@ -103,7 +102,7 @@ class TieredWeights:
     """The weights of a model, each matrix on the tier that its placement names.
 
     tensors: by canonical name.
-    stacks: of matrices of experts, as `MatrixLoader` has them.
+    stacks: resident matrices of all experts of a layer, as `MatrixLoader.stacks`.
     dtype: the compute dtype.
     streamer: of offloaded experts; None if there are none.
     batch_invariant: the order of a product's sums does not depend on the number of rows.
@@ -144,10 +143,7 @@ class TieredWeights:
         try:
             self._load(loader, placement, threads)
             self._group_experts()
-            if any(
-                weight.offloaded is not None and weight.expert is None
-                for weight in self.tensors.values()
-            ):
+            if any(weight.offloaded and not weight.expert for weight in self.tensors.values()):
                 self._prefetcher = self._start_prefetcher(placement.staging.ring)
             if self._experts:
                 self.streamer = self._start_streamer(placement.staging.experts)
@@ -155,7 +151,7 @@ class TieredWeights:
                 stage: self._streamed_matrices(stage, placement.staging.ring)
                 for stage in self._stages
             }
-            self._shared = {
+            self._shared_stages = {
                 stage
                 for stage, experts in self._stage_experts.items()
                 if not self._experts.keys().isdisjoint(experts)
@@ -195,36 +191,38 @@ class TieredWeights:
             self.tensors[HEAD_MATRIX] = self.tensors[EMBED_TABLE]
 
     def _group_experts(self) -> None:
-        """Group the offloaded matrices of experts by expert, and the names of all experts by
-        stage.
+        """Group the offloaded matrices of experts by expert, and the names of all experts by stage,
+        in the order of their numbers.
         """
-        of_experts: dict[str, dict[str, OffloadedMatrix]] = {}
+        by_expert: dict[str, dict[str, OffloadedMatrix]] = {}
         for name, weight in self.tensors.items():
-            if weight.offloaded is not None and weight.expert is not None:
-                of_experts.setdefault(weight.expert, {})[name] = weight.offloaded
-        self._experts = {expert: Expert(matrices) for expert, matrices in of_experts.items()}
+            if weight.offloaded and weight.expert:
+                by_expert.setdefault(weight.expert, {})[name] = weight.offloaded
+        self._experts = {expert: Expert(matrices) for expert, matrices in by_expert.items()}
         self._stages = stage_names(self._config)
-        self._stage_experts: dict[str, list[str]] = {}  # by number
-        for stage in self._stages:
-            experts = {
-                expert
-                for name, _ in self._config.stage_tensors(stage)
-                if (expert := expert_of(name))
-            }
-            self._stage_experts[stage] = sorted(experts, key=expert_number)
+        self._stage_experts = {
+            stage: sorted(
+                {
+                    expert
+                    for name, _ in self._config.stage_tensors(stage)
+                    if (expert := expert_of(name))
+                },
+                key=expert_number,
+            )
+            for stage in self._stages
+        }
 
     @property
     def are_converted(self) -> bool:
         """Whether a product brings its weights to the compute dtype, from another dtype or
         packed.
         """
-        multiplied = [
-            weight
+        # A packed matrix is of bytes.
+        return any(
+            weight.dtype != self.dtype
             for name, weight in self.tensors.items()
             if not _is_table(name) and (weight.resident is None or weight.resident.dim() > 1)
-        ]
-        # Packed matrices have bytes.
-        return any(weight.dtype != self.dtype for weight in multiplied)
+        )
 
     def prefetch(self, visits: Generator[StageVisit, None, None]) -> None:
         """Begin to load what the next visits need, as far ahead as the staging ring has room. Does
@@ -241,6 +239,7 @@ class TieredWeights:
             stage = self._stages[visit.stage]
             if not self._streamed[stage]:
                 continue
+            # a visit of the next pass, while those of this one fill the ring
             may_wait = visit.uses is None and not prefetcher.wants_more
             if may_wait or not prefetcher.start(stage, self._streamed[stage], visit.uses):
                 visits.close()  # with this visit: the next pass announces it again
@@ -252,7 +251,7 @@ class TieredWeights:
 
         What else the stage needs must stay in the staging ring meanwhile.
         """
-        return stage in self._shared
+        return stage in self._shared_stages
 
     def holds_experts(self, stage: str) -> bool:
         """Whether all experts of a stage rest on a device."""
@@ -291,14 +290,18 @@ class TieredWeights:
         The next stage is taken to need all of its own if this one needs nearly all.
         """
         experts = self._stage_experts[stage]
-        wanted, following = [experts[number] for number in numbers], self._stages.index(stage) + 1
+        wanted = [experts[number] for number in numbers]
+        following = self._stages.index(stage) + 1
         offloaded = [name for name in wanted if name in self._experts]
         routed_bytes = sum(self._experts[name].num_bytes for name in offloaded)
         self._tiers.stats.count_experts(num_tokens, len(wanted), routed_bytes)
         if self.streamer is not None:
-            expected: Sequence[str] = ()
-            if following < len(self._stages) and len(wanted) >= ALL_EXPERTS_FROM * len(experts):
-                expected = self._stage_experts[self._stages[following]]
+            needs_all = len(wanted) >= ALL_EXPERTS_FROM * len(experts)
+            expected = (
+                self._stage_experts[self._stages[following]]
+                if needs_all and following < len(self._stages)
+                else []
+            )
             self.streamer.use(offloaded, [name for name in expected if name in self._experts])
 
     def close(self) -> None:
@@ -317,19 +320,21 @@ class TieredWeights:
     def _load_resident(
         self, loader: MatrixLoader, name: str, shape: tuple[int, ...], compute_copies: bool
     ) -> Weight:
-        fmt, device_tier = loader.format_of(name), self._tiers.compute_tier
-        if len(shape) > 1 and not compute_copies:
-            self._claim(device_tier, "weights", loader.num_bytes(name))
-            return Weight(
-                shape[0], shape[-1], fmt, loader.to_device(name), order=loader.order(name)
-            )
+        """Load a tensor to the compute device; with `compute_copies` also a matrix in the compute
+        dtype.
+        """
+        fmt, keeps_format = loader.format_of(name), len(shape) > 1 and not compute_copies
         dtype = torch.float32 if self._config.has_float32(name) else self.dtype
-        self._claim(device_tier, "weights", prod(shape) * dtype.itemsize)
-        if fmt is not None:
-            copy = dequantize_tiled(loader.to_device(name), fmt, shape[0], shape[1], self.dtype)
+        num_bytes = loader.num_bytes(name) if keeps_format else prod(shape) * dtype.itemsize
+        self._claim(self._tiers.compute_tier, "weights", num_bytes)
+        if keeps_format:
+            resident = loader.to_device(name)
+        elif fmt is None:
+            resident = loader.to_device(name, dtype)
         else:
-            copy = loader.to_device(name, dtype)
-        return Weight(shape[0], shape[-1], None, copy, order=loader.order(name))
+            packed = loader.to_device(name)
+            resident, fmt = dequantize_tiled(packed, fmt, shape[0], shape[1], self.dtype), None
+        return Weight(shape[0], shape[-1], fmt, resident, order=loader.order(name))
 
     def _start_streamer(self, expert_bytes: int) -> ExpertStreamer:
         slot_bytes = max(expert.num_bytes for expert in self._experts.values())
@@ -356,31 +361,32 @@ class TieredWeights:
         )
 
     def _loader_buffer_bytes(self) -> int:
-        """Return the host memory of loaders that gather weights, or bring them to a device: a
-        buffer for each.
+        """Return the bytes of the loaders' buffers in host memory: each loader has one to gather
+        rows in, and one for what it brings from the disk to a device.
         """
         loaders = NUM_LOADERS if self._tiers.overlap else 1
-        placed = (weight.offloaded for weight in self.tensors.values())
-        sizes = (
-            gather_bytes(matrix.num_bytes)
-            for matrix in placed
-            if isinstance(matrix, GatheredMatrix)
-        )
-        gathered = loaders * max(sizes, default=0)
-        if self._tiers.copy_engine is None:
-            return gathered
         offloaded = [
             (weight.offloaded, weight.expert)
             for weight in self.tensors.values()
             if weight.offloaded
         ]
+        gathered = loaders * max(
+            (
+                gather_bytes(matrix.num_bytes)
+                for matrix, _ in offloaded
+                if isinstance(matrix, GatheredMatrix)
+            ),
+            default=0,
+        )
+        if self._tiers.copy_engine is None:
+            return gathered
         experts = [matrix.buffer_bytes(matrix.shape[0]) for matrix, expert in offloaded if expert]
         streamed: list[int] = []
         if any(isinstance(matrix, DiskMatrix) and not expert for matrix, expert in offloaded):
-            matrices = (matrix for stage in self._streamed.values() for matrix in stage)
             streamed = [
-                ring_bytes(min(m.tile_rows, buffered_rows(m.row_bytes)), m.row_bytes)
-                for m in matrices
+                ring_bytes(min(matrix.tile_rows, buffered_rows(matrix.row_bytes)), matrix.row_bytes)
+                for matrices in self._streamed.values()
+                for matrix in matrices
             ]
         return gathered + loaders * (max(streamed, default=0) + max(experts, default=0))
 
@@ -392,15 +398,18 @@ class TieredWeights:
         if that lets the whole stage fit, because a stage that does not fit is loaded again for
         every batch.
         """
-        unit_bytes = [max(1, min(_MAX_UNIT_BYTES, capacity // 3 - ring_bytes(0, 0)))]
-        while unit_bytes[-1] // 2 >= _MIN_UNIT_BYTES:
-            unit_bytes.append(unit_bytes[-1] // 2)
-        choices = [self._in_units(stage, size) for size in unit_bytes]
-        return next((matrices for matrices in choices if fits(matrices, capacity)), choices[0])
+        unit_bytes = max(1, min(_MAX_UNIT_BYTES, capacity // 3 - ring_bytes(0, 0)))
+        largest = matrices = self._cut(stage, unit_bytes)
+        while not fits(matrices, capacity):
+            unit_bytes //= 2
+            if unit_bytes < _MIN_UNIT_BYTES:
+                return largest
+            matrices = self._cut(stage, unit_bytes)
+        return matrices
 
-    def _in_units(self, stage: str, unit_bytes: int) -> list[StreamedMatrix]:
-        """Return the offloaded matrices of a stage in units of at most `unit_bytes`, in the
-        decoder's order.
+    def _cut(self, stage: str, unit_bytes: int) -> list[StreamedMatrix]:
+        """Return the offloaded matrices of a stage without its experts, cut into units of at most
+        `unit_bytes`, in the decoder's order.
         """
         names = [
             name
@@ -411,9 +420,8 @@ class TieredWeights:
             names.append(HEAD_MATRIX)
         streamed = []
         for name in names:
-            if (matrix := self.tensors[name].offloaded) is not None and self.tensors[
-                name
-            ].expert is None:
+            weight = self.tensors[name]
+            if (matrix := weight.offloaded) and not weight.expert:
                 rows, row_bytes = matrix.shape[0], matrix.row_bytes
                 short_name = name.removeprefix(f"{stage}.").removesuffix(".weight")
                 tile_rows = max(1, min(rows, unit_bytes // row_bytes))
@@ -480,8 +488,9 @@ class _StageView(StageWeights):
         stack = self._weights.stacks.get(f"{self._stage}.{name}.weight")
         if stack is None:
             return super().expert_linear(experts, name, x)
-        every = torch.arange(len(stack), device=x.device)
-        ends = torch.searchsorted(experts.numbers, every, right=True, out_int32=True)
+        stacked = torch.arange(len(stack), device=x.device)
+        # rows are in the order of their experts' numbers
+        ends = torch.searchsorted(experts.numbers, stacked, right=True, out_int32=True)
         return torch.nn.functional.grouped_mm(x, stack.mT, offs=ends)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:

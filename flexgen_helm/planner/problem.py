@@ -456,7 +456,7 @@ class PlanningProblem:
 
         attended: that it attends to, on average.
         stored: that its slot has. From half of them on, pinned memory is fetched whole: one copy
-            without gaps is faster (`kv_cache.storage`).
+            without gaps is faster (`kv_cache.fetched_storage`).
         """
         return stored if tier == "cpu" and attended > stored / 2 else attended
 

@@ -11,7 +11,7 @@ import pytest
 
 from flexgen_helm import cli
 from flexgen_helm.locks import sole_writer
-from flexgen_helm.offload.disk import OffloadDirectory
+from flexgen_helm.offload.offload_directory import OffloadDirectory
 from flexgen_helm.request import GenerationResult
 from flexgen_helm.response_cache import ResponseCache, response_cache_path
 

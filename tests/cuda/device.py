@@ -52,7 +52,7 @@ from tests.helpers.fused_attention import KERNELS
 GIB = 1 << 30
 _PACKAGE = str(Path(flexgen_helm.__file__).parent) + "/"
 # Locks that only guard counters order no data: what they order by chance would hide races.
-_COUNTING = ("offload/staging.py", "offload/transfer_stats.py")
+_COUNTING = ("offload/ledger.py", "offload/transfer_stats.py")
 # Operations whose result depends on values: the host waits for them.
 _WAITING = {
     "aten::nonzero", "aten::_unique", "aten::_unique2", "aten::unique_dim",

@@ -22,7 +22,7 @@ from tests.helpers.offload import with_expert_slots
 _PACKAGE = Path(flexgen_helm.__file__).parent
 _ORDERING = {
     "wait_event", "wait_stream", "wait", "record", "record_event", "record_stream", "synchronize",
-    "_wait", "finish_stores",
+    "finish_stores",
 }  # fmt: skip
 
 _ROUNDS = 20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.engine import loop_attention
 from flexgen_helm.models import attention
-from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.quant.precisions import PRECISIONS, Precision
 from flexgen_helm.scheduling import prefix_tree
 from tests.helpers.faults import replaced

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.experts import ExpertStreamer
-from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.offload.weights import TieredWeights
 from flexgen_helm.planner.schedules import SCHEDULES

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.kv_cache.cache import KVCache
-from flexgen_helm.kv_cache.codec import make_codec, place_new_tokens
+from flexgen_helm.kv_cache.codec import make_codec
+from flexgen_helm.kv_cache.new_tokens import place_new_tokens
 from flexgen_helm.kv_cache.visibility import Queries, decode_parts, prefix_parts
 from flexgen_helm.offload.uploads import Uploads
 from flexgen_helm.quant.formats import GroupFormat

@@ -9,7 +9,8 @@ import torch
 
 from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.kv_cache.codec import make_codec
-from flexgen_helm.kv_cache.storage import HostStorage, MemoryStorage
+from flexgen_helm.kv_cache.fetched_storage import HostStorage
+from flexgen_helm.kv_cache.storage import MemoryStorage
 from flexgen_helm.scheduling.sequence import CacheBlock, Sequence, SequenceKind
 from tests.helpers.offload import tiers_of
 
@@ -20,7 +21,7 @@ class Scripted(HostStorage):
     """A storage whose fetches and stores are the test's."""
 
     def fetch(self, layer, step):
-        self._fetch = lambda layer, counts, units, room: (10, step)
+        self._prepare_fetch = lambda layer, counts, units, new_units: (10, step)
         self.prefetch(layer, ahead=True)
 
     def store(self, layer, step):

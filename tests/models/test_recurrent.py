@@ -10,7 +10,8 @@ import transformers
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits, Policy
 from flexgen_helm.errors import MemoryLimitError, UnsupportedArchitectureError
-from flexgen_helm.kv_cache.cache import BlockStates, KVCache
+from flexgen_helm.kv_cache.block_states import BlockStates
+from flexgen_helm.kv_cache.cache import KVCache
 from flexgen_helm.models.transformers_backend import trace
 from flexgen_helm.models.transformers_backend.read_config import read_transformers_config
 from tests.helpers.backend_models import largest_difference, off, saved

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.errors import MemoryLimitError, OffloadError
-from flexgen_helm.offload import disk
-from flexgen_helm.offload.disk import DirectFile, OffloadDirectory, WeightFiles
+from flexgen_helm.offload import disk, offload_directory
+from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.matrices import DiskMatrix
-from flexgen_helm.offload.staging import ALIGNMENT, aligned, pages
+from flexgen_helm.offload.offload_directory import OffloadDirectory, WeightFiles
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.progress import observed_by
 from flexgen_helm.system_errors import GIVEN_FOLDERS, explain
+from flexgen_helm.tiers import ALIGNMENT, aligned
 from tests.helpers.forks import python
 from tests.helpers.offload import tiers_of
 from tests.helpers.parity import assert_same
@@ -89,7 +91,7 @@ def test_what_is_written_is_read_and_lies_in_the_file(tmp_path, mode):
     )
 )
 def test_any_order_of_writes_leaves_the_last_of_each_page(tmp_path, mode, monkeypatch, writes):
-    monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 2 * ALIGNMENT)
     path = tmp_path / f"f{time.monotonic_ns()}"
     file = DirectFile(path, 8 * ALIGNMENT, create=True)
     expected = torch.zeros(8 * ALIGNMENT, dtype=torch.uint8)
@@ -126,8 +128,8 @@ HOLDER = """
 import sys
 from pathlib import Path
 import torch
-from flexgen_helm.offload.disk import OffloadDirectory
-from flexgen_helm.offload.staging import pages
+from flexgen_helm.offload.offload_directory import OffloadDirectory
+from flexgen_helm.offload.pages import pages
 where = OffloadDirectory(Path(sys.argv[1]))
 file = where.scratch("cache-1", 8192)
 mine = pages(8192)
@@ -182,7 +184,7 @@ def test_a_dead_run_is_swept_away_and_a_living_one_stays(tmp_path):
 def test_a_name_that_another_container_holds_is_passed_over(tmp_path, monkeypatch):
     """Two containers over one directory can give two processes the same number."""
     numbers = iter([7, 7, 8])
-    monkeypatch.setattr(disk, "_serials", numbers)
+    monkeypatch.setattr(offload_directory, "_serials", numbers)
     first, second = OffloadDirectory(tmp_path), OffloadDirectory(tmp_path)
     assert {first.run.name, second.run.name} == {f"run-{os.getpid()}-7", f"run-{os.getpid()}-8"}
     second.close()
@@ -251,7 +253,8 @@ def ensured(folder, tiles):
 
 
 def test_weights_are_written_once_and_reused(tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(disk, "_CHUNK", 2 * ALIGNMENT)
+    for module in (disk, offload_directory):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2 * ALIGNMENT)
     first, second = Tiles(matrix(1, 20_000), 999), Tiles(matrix(1, 20_000))
     assert torch.equal(ensured(tmp_path, first), first.tensor) and first.was_read
     assert torch.equal(ensured(tmp_path, second), first.tensor) and not second.was_read
@@ -294,7 +297,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import torch
-from flexgen_helm.offload.disk import WeightFiles
+from flexgen_helm.offload.offload_directory import WeightFiles
 generator = torch.Generator().manual_seed(1)
 tensor = torch.randn(200_000, generator=generator).half()
 files = WeightFiles(Path(sys.argv[1]))

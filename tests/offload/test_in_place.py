@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from flexgen_helm import Engine, MemoryLimits
 from flexgen_helm.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
 from flexgen_helm.errors import CheckpointError, MemoryLimitError
-from flexgen_helm.offload.matrices import WeightsAtRest
+from flexgen_helm.offload.weights_at_rest import WeightsAtRest
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.precisions import PRECISIONS
 from tests.helpers.offload import MIB, offloaded, with_expert_slots, workload

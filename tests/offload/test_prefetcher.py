@@ -12,9 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.prefetcher import StagingRing, StreamedMatrix, WeightPrefetcher
-from flexgen_helm.offload.staging import ALIGNMENT
+from flexgen_helm.tiers import ALIGNMENT
 from tests.helpers.offload import tiers_of, within
+
+
+def staging_ring(capacity):
+    """A ring in host memory."""
+    return StagingRing(capacity, pages(capacity))
 
 
 class Source:
@@ -103,7 +109,7 @@ def test_every_use_gets_the_bytes_and_each_is_fetched_as_promised(
         stage: [u.ring_bytes for m in staged for u in m.units()]
         for stage, staged in matrices.items()
     }
-    ring = StagingRing(max(map(max, units.values())) + more)
+    ring = staging_ring(max(map(max, units.values())) + more)
     keeps = {stage: sum(sizes) + max(sizes) <= ring.capacity for stage, sizes in units.items()}
     promised = dict.fromkeys(source.fetched, 0)  # bytes to fetch
     tiers = tiers_of(tmp_path, overlap)
@@ -155,7 +161,7 @@ def test_a_pass_that_breaks_off_anywhere_leaves_an_empty_ring_and_a_later_one_go
     largest = max(
         unit.ring_bytes for staged in matrices.values() for m in staged for unit in m.units()
     )
-    ring = StagingRing(largest + more)
+    ring = staging_ring(largest + more)
     if fails == "fetch":
         source.fail_at = at
 
@@ -198,7 +204,7 @@ def test_loading_goes_on_while_a_stage_is_used(tmp_path):
     """
     source, tiers = Source(slowest=0.02), tiers_of(tmp_path)
     matrices = {stage: [source.matrix(stage, "m", 4, 500, 2)] for stage in ("a", "b")}
-    prefetcher = WeightPrefetcher(StagingRing(16 * ALIGNMENT), tiers)
+    prefetcher = WeightPrefetcher(staging_ring(16 * ALIGNMENT), tiers)
     for stage in matrices:
         prefetcher.start(stage, matrices[stage], 1)
     with prefetcher.using("a") as rows:
@@ -216,7 +222,7 @@ def test_loading_goes_on_while_a_stage_is_used(tmp_path):
 def test_a_pass_that_is_expected_is_loaded_before_its_uses_are_known(tmp_path):
     source, tiers = Source(), tiers_of(tmp_path, overlap=False)
     matrix = source.matrix("a", "m", 4, 500, 4)
-    prefetcher = WeightPrefetcher(StagingRing(16 * ALIGNMENT), tiers)
+    prefetcher = WeightPrefetcher(staging_ring(16 * ALIGNMENT), tiers)
     assert (
         prefetcher.start("a", [matrix], None) and prefetcher.has_expected and source.fetched["a.m"]
     )

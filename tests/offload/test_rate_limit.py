@@ -11,8 +11,9 @@ import torch
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
-from flexgen_helm.offload.staging import ALIGNMENT, pages
+from flexgen_helm.tiers import ALIGNMENT
 from tests.helpers.offload import tiers_of
 
 SIZE = 16 * ALIGNMENT

@@ -35,13 +35,15 @@ import flexgen_helm.plugin  # noqa: F401
 from flexgen_helm import Engine, GenerationRequest, response_cache
 from flexgen_helm.engine import executor, passes
 from flexgen_helm.errors import DiskFullError, NumericalError
-from flexgen_helm.offload.disk import DirectFile, OffloadDirectory
-from flexgen_helm.offload.staging import ALIGNMENT, pages
+from flexgen_helm.offload.disk import DirectFile
+from flexgen_helm.offload.offload_directory import OffloadDirectory
+from flexgen_helm.offload.pages import pages
 from flexgen_helm.plugin.context import PluginContext, set_context
 from flexgen_helm.plugin.convert import to_generation_request
 from flexgen_helm.request import Completion, Cost, GenerationResult
 from flexgen_helm.response_cache import ResponseCache, ResponseCacheError, response_cache_path
 from flexgen_helm.service.models import PromptEncoder
+from flexgen_helm.tiers import ALIGNMENT
 from tests.helpers.fake_engine import MAX_POSITIONS, FakeTokenizer
 from tests.helpers.hostile import Violation, contained
 from tests.helpers.offload import offloaded, workload

@@ -21,7 +21,7 @@ from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.offload.staging import Ledger
+from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.precisions import precision_named
 from tests.helpers.offload import workload
