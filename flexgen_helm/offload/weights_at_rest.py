@@ -19,7 +19,7 @@ from flexgen_helm.offload.offload_directory import written_bytes
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.quant.block_formats import LAYOUT_VERSION
 from flexgen_helm.quant.formats import GroupFormat, StoredFormat
-from flexgen_helm.quant.precisions import Precision, PublishedFormats
+from flexgen_helm.quant.precisions import Precision
 
 
 def bytes_at_rest(
@@ -35,9 +35,7 @@ def bytes_at_rest(
     if config.weights == "pretrained" and local_weights(model) is None:
         return 0
     checkpoint = open_checkpoint(model, weights=config.weights, seed=config.seed)
-    precision = replace(
-        precision, published=PublishedFormats(checkpoint.formats, checkpoint.rows_are_gathered)
-    )
+    precision = replace(precision, published=checkpoint.published_formats)
     sizes = StorageSizes(checkpoint.config, precision).matrices
     at_rest = WeightsAtRest(checkpoint, precision, folder)
     return at_rest.num_bytes(sizes, with_written=config.limits.disk is None)

@@ -318,7 +318,7 @@ def _install_steps(order: Order, folder: Path) -> None:
 
     from flexgen_helm import files, progress, response_cache
     from flexgen_helm.checkpoint import convert, fingerprint
-    from flexgen_helm.engine import divergence, executor
+    from flexgen_helm.engine import executor
     from flexgen_helm.offload.disk import DirectFile
     from flexgen_helm.offload.rate_limit import RateLimit
     from flexgen_helm.progress import Progress
@@ -378,7 +378,7 @@ def _install_steps(order: Order, folder: Path) -> None:
         return draw(self, *token)
 
     response_cache.ResponseWriter.add_drawn = noted_token  # type: ignore[method-assign]
-    response_cache.KEEP_EVERY_S = divergence.KEEP_EVERY_S = order.keep_every_s
+    response_cache.KEEP_EVERY_S = order.keep_every_s
     if order.read_gb_s:
         limit, transfer = RateLimit(order.read_gb_s), DirectFile._transfer
 

@@ -412,6 +412,9 @@ def test_weights_of_an_indexer_are_read_by_a_class_that_has_one_alone(tmp_path):
         lambda q, k, v, mask: (q @ k * torch.ones(2, 1, 1) + mask).softmax(-1) @ v,
         lambda q, k, v, mask: (q @ k + mask + torch.zeros(3)).softmax(-1) @ v,
         lambda q, k, v, mask: (q @ k + mask).tanh().softmax(-1) @ v,
+        lambda q, k, v, mask: (
+            (torch.baddbmm(torch.ones(2, 3, 3), q[0], k[0]) + mask).softmax(-1) @ v[0]
+        ),
     ],
 )
 def test_attention_in_its_own_code_that_does_more_is_refused(attend):

@@ -111,6 +111,9 @@ class OwnAttention(TorchFunctionMode):
         if func in _PRODUCTS and _are_queries_and_keys(*args[:2]):
             return Scores(args[0], args[1])
         if func is torch.baddbmm and _are_queries_and_keys(*args[1:3]):
+            # on the meta device shapes pass without values
+            if kwargs.get("beta", 1) and not args[0].is_meta and args[0].any():
+                raise UnsupportedArchitectureError("it adds more to scores than a mask")
             return Scores(args[1], args[2], kwargs.get("alpha", 1.0))
         if func is F.scaled_dot_product_attention:
             return self._fused(*args, **kwargs)

@@ -202,15 +202,15 @@ def _only_call(trace: LayerTrace, name: str) -> AttentionCall | None:
     """
     if not trace.attention_calls and trace.mixers:
         return None
-    if len(trace.attention_calls) != 1:
-        why = (
-            "keep states, or attend, in a way of their own"
-            if not trace.attention_calls
-            else "need several caches"
-        )
+    if not trace.attention_calls:
         raise UnsupportedArchitectureError(
-            f"{name} has layers that {why}, which is not supported: they call attention "
-            f"{len(trace.attention_calls)} times through transformers' attention interface"
+            f"{name} has layers that keep states, or attend, in a way of their own, which is not "
+            "supported"
+        )
+    if len(trace.attention_calls) > 1:
+        raise UnsupportedArchitectureError(
+            f"{name} has layers that need several caches, which is not supported: they call "
+            f"attention {len(trace.attention_calls)} times"
         )
     (call,) = trace.attention_calls
     if not call.mask.is_causal:
