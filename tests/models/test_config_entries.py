@@ -209,7 +209,7 @@ def outcome(name, folder, changed):
 @pytest.fixture(autouse=True)
 def biases_of_other_configurations(monkeypatch):
     """The files have the tensors of all configurations; else what one leaves unread is refused."""
-    for module in ("safetensors_checkpoint", "state_dict"):
+    for module in ("safetensors_checkpoint", "state_dict_checkpoint"):
         monkeypatch.setattr(f"flexgen_helm.checkpoint.{module}.check_unread", lambda *_: None)
 
 
