@@ -38,7 +38,7 @@ from flexgen_helm.request import (
     GenerationResult,
     TopLogprobs,
 )
-from flexgen_helm.tiers import KEEP_EVERY_S
+from flexgen_helm.shared_sizes import KEEP_EVERY_S
 
 SCHEMA_VERSION = "1"
 BUSY_TIMEOUT_S = 60.0

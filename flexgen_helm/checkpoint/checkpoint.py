@@ -227,7 +227,7 @@ class Checkpoint(ABC):
                 (StoredPlane(part.file, part.offset, stored.width * size, stored.width * size),),
             )
             for stored, rows in parts
-            for part in stored.parts[:1]
+            for part in stored.parts[:1]  # a plain tensor has one
             # The header of an old file may have any length.
             if stored.is_plain
             and FLOAT_TYPES.get(stored.dtype) == self.storage_dtype
@@ -245,6 +245,7 @@ class Checkpoint(ABC):
             if name in self.formats:
                 continue
             parts = self._stored_matrix(name).parts
+            # Parts of a fused matrix may differ in rows; their sums are right.
             elements = prod(self.shapes[name]) // max(1, len(parts))
             for stored, _ in parts:
                 if not stored.is_plain:
@@ -327,6 +328,7 @@ class Checkpoint(ABC):
 
     def _rounded_tiles(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the tiles of the file in the dtype of `tensor`; see there for what is checked."""
+        # Vectors rest in float32, and what computes in float16 rounds them too.
         dtype = self._computed_dtype(name) if self.as_float16 else self._dtype_of(name)
         error = total = 0.0
         for tile in self._read_tiles(name):

@@ -20,8 +20,8 @@ from contextlib import contextmanager, nullcontext
 
 from flexgen_helm.cli.console import say
 from flexgen_helm.cli.pipeline_rank import as_rank, follow_rank_0
+from flexgen_helm.engine.rank import rank_of_process
 from flexgen_helm.errors import FlexgenError, Interrupted
-from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.service import process
 from flexgen_helm.system_errors import explain, system_error
 

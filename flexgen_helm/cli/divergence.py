@@ -19,8 +19,8 @@ from flexgen_helm.cli.completion import complete_model
 from flexgen_helm.cli.console import print_json, read_input, say
 from flexgen_helm.cli.engine_flags import check_engine_flags
 from flexgen_helm.config import EngineConfig, EngineOptions
+from flexgen_helm.engine.rank import rank_of_process
 from flexgen_helm.errors import UsageError
-from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.quant.precisions import precision_named, split_precisions
 from flexgen_helm.units import count
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from flexgen_helm.engine.rank import Rank
 from flexgen_helm.errors import Interrupted, PipelineError
-from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.service import process
 
 # Seconds to wait after SIGTERM: a broken connection tells which rank was lost, and torchrun, which

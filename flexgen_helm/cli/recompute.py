@@ -46,7 +46,7 @@ class LoneService(Service):
     def __init__(self, engine: Engine) -> None:
         super().__init__(EngineLoader())
         self._only_engine = engine
-        self.interrupt()  # nothing is preloaded
+        self.interrupt()  # preloading returns at once
         self.answers: dict[str, tuple[GenerationRequest, GenerationResult]] = {}
 
     def submit(
@@ -119,18 +119,18 @@ def check_answers(
     sources: list[Source],
     models: Sequence[ModelArguments],
     drawn: Sequence[RecordedAnswer],
-    by_both: bool,
+    with_transformers: bool,
 ) -> Iterator[tuple[Checked, BundledAnswer]]:
     """Compute each answer alone, model by model; yield how it compares, and it as a bundle has it.
 
     sources: of the answers' runs; they become what was computed with here.
     models: of each source.
-    by_both: have `transformers` score what the engine computed.
-    Raises `UsageError` for a model that is not the recorded one, and for what `transformers` does
-    not compute.
+    with_transformers: have `transformers` score what the engine computed.
+    Raises `FlexgenError` for a model that is not the recorded one, and `UsageError` for what
+    `transformers` does not compute.
     """
     for key in dict.fromkeys(models[answer.source].engine_key for answer in drawn):
-        folder = _folder_for_transformers(key) if by_both else None
+        folder = _folder_for_transformers(key) if with_transformers else None
         of_model = {index for index, model in enumerate(models) if model.engine_key == key}
         answers = [answer for answer in drawn if answer.source in of_model]
         recomputed = []
@@ -183,9 +183,9 @@ def _check_by_transformers(
             answer.service.answers[key] = rescored.request, rescored.result
             contradictions.append(rescored.contradiction)
         computed = answer.recorded.recompute(answer.service, models[answer.recorded.source])
-        by_both = answer._replace(computed=computed)
+        rescored_answer = answer._replace(computed=computed)
         why, first = "by transformers in float32", next(filter(None, contradictions), "")
-        yield by_both.checked(TRANSFORMERS_TOLERANCE, why, first), bundled
+        yield rescored_answer.checked(TRANSFORMERS_TOLERANCE, why, first), bundled
 
 
 def _require_fingerprint(source: Source, engine: Engine, model: ModelArguments) -> None:

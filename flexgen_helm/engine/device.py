@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from flexgen_helm.checkpoint.checkpoint import Checkpoint
+from flexgen_helm.engine.rank import Rank
 from flexgen_helm.errors import UsageError
 from flexgen_helm.hardware.processor import processor_name
-from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.models.architectures import overflows_float16
 from flexgen_helm.offload.copy_engine import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 

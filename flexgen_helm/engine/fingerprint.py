@@ -15,9 +15,9 @@ from flexgen_helm.checkpoint.generation_config import GenerationSettings, read_g
 from flexgen_helm.checkpoint.local_files import quick_fingerprint
 from flexgen_helm.checkpoint.names import resolve
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.rank import rank_of_process
 from flexgen_helm.hardware.cuda_presence import why_no_cuda
 from flexgen_helm.hardware.processor import processor_kind
-from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.identity import own_digest, text_of
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 

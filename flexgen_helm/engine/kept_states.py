@@ -26,7 +26,7 @@ from flexgen_helm.errors import MemoryLimitError
 from flexgen_helm.offload.ledger import Allocation, Ledger
 from flexgen_helm.progress import Message, report
 from flexgen_helm.scheduling.sequence import Batch, ScheduledTokens
-from flexgen_helm.tiers import KEEP_STATES_EVERY_S
+from flexgen_helm.shared_sizes import KEEP_STATES_EVERY_S
 
 # Share of a pass that may be spent on storing its states.
 _MOST_TIME = 0.02

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from flexgen_helm.config import EngineConfig
+from flexgen_helm.engine.rank import rank_of_process
 from flexgen_helm.errors import FlexgenError, UsageError
 from flexgen_helm.files import existing_folder, replace_text, require_writable
 from flexgen_helm.hardware.device_profile import profile_for_device
 from flexgen_helm.hardware.processor import processor_name
 from flexgen_helm.hardware.profile import MEASURED, HardwareProfile, load_profile
-from flexgen_helm.hardware.rank import rank_of_process
 from flexgen_helm.hardware.threads import busy_cores, read_cpu_times
 from flexgen_helm.paths import state_dir, state_lock
 from flexgen_helm.progress import Message, ProgressPhase, report

@@ -23,8 +23,8 @@ from flexgen_helm.engine.device import (
 )
 from flexgen_helm.engine.fingerprint import Arithmetic, engine_fingerprint
 from flexgen_helm.engine.logits_processors import LogitsProcessors
+from flexgen_helm.engine.rank import Rank, rank_of_process
 from flexgen_helm.errors import Float16Error, UsageError
-from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.kernels.products import compute_dtype
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.models.transformers_backend.decoder import LayerDecoder, decoder_of

@@ -28,8 +28,8 @@ import torch.distributed.nn
 from torch import Tensor
 
 from flexgen_helm.concurrency import single_flight
+from flexgen_helm.engine.rank import Rank, rank_of_process
 from flexgen_helm.errors import FlexgenError, PipelineError
-from flexgen_helm.hardware.rank import Rank, rank_of_process
 from flexgen_helm.planner.run_plan import RunPlan
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.scheduling.lanes import common_limits

@@ -17,10 +17,10 @@ from flexgen_helm.config import EngineConfig
 from flexgen_helm.engine.device import dtype_name
 from flexgen_helm.engine.machine_profile import EngineProfile
 from flexgen_helm.engine.opening import OpenedModel
+from flexgen_helm.engine.rank import Rank
 from flexgen_helm.errors import MemoryLimitError, UsageError
 from flexgen_helm.files import existing_folder, require_writable
 from flexgen_helm.hardware.host_memory import host_memory
-from flexgen_helm.hardware.rank import Rank
 from flexgen_helm.hardware.threads import ThreadGovernor
 from flexgen_helm.kernels.vector_products import multiplies_as_stored
 from flexgen_helm.models.config import ModelConfig

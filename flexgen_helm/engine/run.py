@@ -39,7 +39,8 @@ from flexgen_helm.scheduling.sequence import (
     make_sequences,
 )
 from flexgen_helm.scheduling.stage_visits import work_items
-from flexgen_helm.tiers import KEEP_EVERY_S, MEMORY_ADVICE
+from flexgen_helm.shared_sizes import KEEP_EVERY_S
+from flexgen_helm.tiers import MEMORY_ADVICE
 
 # Called with the index of a request, and its result.
 OnResult = Callable[[int, GenerationResult], None]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexgen_helm.offload.uploads import upload
 from flexgen_helm.scheduling.sampling_params import SamplingParams
-from flexgen_helm.tiers import SAMPLED_ELEMENTS, Tier
+from flexgen_helm.shared_sizes import SAMPLED_ELEMENTS
+from flexgen_helm.tiers import Tier
 
 # PyTorch divides a longer row among threads, in another order than it sums one of several.
 _SUMMED_AT_ONCE = 2048

@@ -106,7 +106,12 @@ def encode_pair(
 def _encode_text_behind(
     context: Context, continuation: str, tokenizer: Tokenizer | None, chat: ChatFormat | None
 ) -> EncodedPair:
-    """Encode both as one, and divide the ids behind as many as the context has alone."""
+    """Encode context and continuation as one text; ids behind as many as the context has alone are
+    the continuation's.
+
+    Spaces at the end of the context belong to the continuation: most vocabularies have them at the
+    beginning of a word.
+    """
     tokenizer = _required(tokenizer)
     if isinstance(context, str):
         text = context.rstrip()
@@ -121,9 +126,8 @@ def _encode_text_behind(
         return EncodedPair(
             _ids("context", context), tokenizer.encode(continuation, add_special_tokens=False)
         )
-    #  whole          The capital of France is Paris
-    #  its ids        a b c d e f g                  the context alone has six ids, so g is scored
-    #  behind them
+    #  The capital of France is Paris
+    #  a   b       c  d      e  f       the context alone has five ids, so f is scored
     return EncodedPair(ids, whole[len(ids) :])
 
 

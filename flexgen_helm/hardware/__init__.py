@@ -1,1 +1,3 @@
-"""What the machine can do: measured rates and capacities. No torch at import."""
+"""What a machine can do: profiles and measured rates, memory, threads, settings of the process, and
+fast paths that failed here. No torch at import.
+"""

@@ -59,23 +59,23 @@ _TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
-class StoredRows:
+class RowLayout:
     """How rows of a matrix are stored: as a sequence of steps, each of equally many values.
 
     values, bytes: of a step; `_TILE_VALUES` is a multiple of the values.
-    weights: (builder, address of a step) -> the step's values, as float32 vectors; writes the IR.
+    write_weights: (builder, address of a step) -> the IR of the step's values, as float32 vectors.
     few_rows: largest number of rows of x for which weights are decoded into registers.
     """
 
     name: str
     values: int
     bytes: int
-    weights: Callable[[Any, Any], Iterator[Any]]
+    write_weights: Callable[[Any, Any], Iterator[Any]]
     few_rows: int
 
 
 @cache
-def rows_of(dtype: int) -> StoredRows:
+def rows_of(dtype: int) -> RowLayout:
     """Return how rows of one of `READ_DTYPES` are stored; a step is one vector."""
 
     def weights(builder: Any, step: Any) -> Iterator[Any]:
@@ -85,7 +85,7 @@ def rows_of(dtype: int) -> StoredRows:
             else widen(builder, step, dtype == BFLOAT16)
         )
 
-    return StoredRows(f"dtype_{dtype}", LANES, LANES * (4 if dtype == FLOAT32 else 2), weights, 16)
+    return RowLayout(f"dtype_{dtype}", LANES, LANES * (4 if dtype == FLOAT32 else 2), weights, 16)
 
 
 # A product of `rows` rows of x with REGISTER_OUTPUTS rows of w over some steps, added to `sums`:
@@ -102,7 +102,7 @@ RegisterTile = namedtuple(
 )
 
 # Globals of the loops' code, which `loops_for` replaces by those of one format:
-# `StoredRows.values`, `bytes` and `few_rows`, and statements that run `write_product` and
+# `RowLayout.values`, `bytes` and `few_rows`, and statements that run `write_product` and
 # `_write_floats`.
 _STEP_VALUES = 0
 _STEP_BYTES = 0
@@ -114,7 +114,7 @@ MatrixLoops = namedtuple("MatrixLoops", "multiply decode")
 
 
 @cache
-def loops_for(stored: StoredRows) -> MatrixLoops:
+def loops_for(stored: RowLayout) -> MatrixLoops:
     """Return the loops `_multiply` (of `ProductArgs`) and `_decode` (`DecodeArgs`) for a format."""
     # numba takes a function's globals for constants, and caches its code by the function's name. So
     # each format has functions of its own, with its globals and its name.
@@ -234,7 +234,7 @@ def _multiply_tile(args: Any, tile: Any, step: Any, rows: Any, outputs: Any) -> 
 # ---- in LLVM's language ----
 
 
-def write_product(stored: StoredRows, builder: Any, tile: Any) -> None:
+def write_product(stored: RowLayout, builder: Any, tile: Any) -> None:
     """Write the IR of a `RegisterTile`: add x[i] · w[j] to the sums, or store totals in y[i, j].
 
     A sum is a vector, whose lanes are added up in the end; sum number i REGISTER_OUTPUTS + j is
@@ -257,7 +257,9 @@ def write_product(stored: StoredRows, builder: Any, tile: Any) -> None:
     phis = [builder.phi(VECTOR) for _ in starts]
     in_x, in_matrix = (builder.mul(step, INT64(size)) for size in (4 * stored.values, stored.bytes))
     w_steps, sums = [builder.add(row, in_matrix) for row in w_rows], phis
-    for vector, weights in enumerate(zip(*(stored.weights(builder, w_step) for w_step in w_steps))):
+    for vector, weights in enumerate(
+        zip(*(stored.write_weights(builder, w_step) for w_step in w_steps))
+    ):
         column = builder.add(in_x, INT64(4 * LANES * vector))
         values = [load(builder, builder.add(row, column), VECTOR, 4) for row in x_rows]
         pairs = ((value, weight) for value in values for weight in weights)
@@ -304,17 +306,17 @@ def _rows(builder: Any, first: Any, stride: Any, last_row: Any, count: int) -> l
 _StoredSteps = namedtuple("_StoredSteps", "source count target ahead")
 
 
-def _write_floats(stored: StoredRows, builder: Any, steps: Any) -> None:
+def _write_floats(stored: RowLayout, builder: Any, steps: Any) -> None:
     """Write the IR that decodes `_StoredSteps` to float32."""
     with cgutils.for_range(builder, steps.count) as loop:
         source = builder.add(steps.source, builder.mul(loop.index, INT64(stored.bytes)))
         target = builder.add(steps.target, builder.mul(loop.index, INT64(4 * stored.values)))
         _prefetch(builder, stored, builder.add(source, steps.ahead))
-        for vector, weights in enumerate(stored.weights(builder, source)):
+        for vector, weights in enumerate(stored.write_weights(builder, source)):
             store(builder, weights, builder.add(target, INT64(4 * LANES * vector)), 4)
 
 
-def _prefetch(builder: Any, stored: StoredRows, step: Any) -> None:
+def _prefetch(builder: Any, stored: RowLayout, step: Any) -> None:
     """Prefetch the cache lines of the step at an address."""
     for line in range(0, stored.bytes, 64):
         prefetch(builder, builder.add(step, INT64(line)))

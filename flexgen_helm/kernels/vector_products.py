@@ -23,7 +23,7 @@ from flexgen_helm.kernels.trial import Loops
 
 # Arguments of the loops of `product_loop`: addresses of tensors, their strides (bytes from a row to
 # the next), rows of x and y (or of the decoded matrix), rows of w, and steps of a row of w
-# (`product_loop.StoredRows`).
+# (`product_loop.RowLayout`).
 ProductArgs = namedtuple("ProductArgs", "x x_stride w w_stride y y_stride rows outputs steps")
 DecodeArgs = namedtuple("DecodeArgs", "w w_stride target target_stride rows steps")
 

@@ -33,7 +33,7 @@ from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.formats import GroupFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.tiers import QUANTIZED_TOKENS
+from flexgen_helm.shared_sizes import QUANTIZED_TOKENS
 
 KeysValues = tuple[Tensor, Tensor]
 Planes = tuple[Tensor, ...]

@@ -31,7 +31,8 @@ from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
 from flexgen_helm.scheduling.sequence import CacheBlock
-from flexgen_helm.tiers import MEMORY_ADVICE, UNLIMITED, Tier, aligned
+from flexgen_helm.shared_sizes import aligned
+from flexgen_helm.tiers import MEMORY_ADVICE, UNLIMITED, Tier
 
 _HOST = torch.device("cpu")
 # Share of its slots' units from which on a layer is fetched with all of them: pinned memory that is

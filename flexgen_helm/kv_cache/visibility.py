@@ -33,7 +33,7 @@ from flexgen_helm.models.attention import (
 from flexgen_helm.models.config import Window
 from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.sequence import CacheBlock
-from flexgen_helm.tiers import QUERY_CHUNK_TOKENS
+from flexgen_helm.shared_sizes import QUERY_CHUNK_TOKENS
 
 # Elements of keys and values that are dequantized at once: 16 MiB in float32.
 _DEQUANTIZED_ELEMENTS = 4 << 20
@@ -44,8 +44,8 @@ class DecodePart:
     """Keys that the decoding sequences of a block read and attend to together.
 
     sequences: of the block, as a slice.
-    num_units: of each slot, that are read from the storage; 0: the keys come from the residual
-        window.
+    num_units: of each slot (a unit is a token, or a quantized group of tokens), that are read from
+        the storage; 0: the keys come from the residual window.
     visible: by sliding window (None: without one).
     seen_quantized: [B, W], tokens of the residual window that are seen quantized; None where none
         can be.
@@ -103,6 +103,8 @@ def decode_parts(
     hidden = (ring < num_stored[:, None]) | (ring < 0)
     seen_quantized = None
     if codec.window_copies > 1:
+        # A token may be seen quantized before its group is whole and stored: the window has it in
+        # both versions.
         num_quantized = _whole_groups(positions, fmt.residual_window, fmt.group_tokens)
         seen_quantized = ring < num_quantized[:, None]
     newest = {
@@ -277,7 +279,7 @@ def query_chunks(
         hidden = torch.cat((queries < quantized_from[quantized], hidden_plain), 1)
         if window is not None:
             hidden |= torch.cat(keys) < window.oldest(queries, start)
-        selected, most_selected = None, 0
+        selected, max_selected = None, 0
         if fmt.is_sparse:
             borders = _whole_groups(queries, fmt.residual_window, fmt.group_tokens)
             hidden_before = 0 if window is None else window.oldest(queries, start).clamp_min(0)
@@ -288,16 +290,16 @@ def query_chunks(
                 max(0, fmt.num_quantized(position) - _oldest_visible(position, window, start))
                 for position in range(first, end)
             )
-            most_selected = num_selected(most_quantized, fmt.value_share)
+            max_selected = num_selected(most_quantized, fmt.value_share)
         mask = additive_mask(hidden, mask_dtype(q.device, q.dtype))
         yield QueryChunk(
             slice(first, end),
             quantized,
             plain,
             mask,
-            Positions(queries[:, 0], keys),
-            selected,
-            most_selected,
+            positions=Positions(queries[:, 0], keys),
+            num_selected=selected,
+            max_selected=max_selected,
         )
 
 

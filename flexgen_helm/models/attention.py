@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flexgen_helm.hardware.fast_paths import ATTENTION, switched_off
 from flexgen_helm.models.config import Window
-from flexgen_helm.tiers import QUERY_CHUNK_TOKENS, SCORE_TOKENS
+from flexgen_helm.shared_sizes import QUERY_CHUNK_TOKENS, SCORE_TOKENS
 
 PartialAttention = tuple[Tensor, Tensor]  # output, log-sum-exp
 KeysValues = tuple[Tensor, Tensor]

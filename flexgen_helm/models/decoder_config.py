@@ -24,6 +24,8 @@ Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 ResidualKind = Literal["pre_norm", "post_norm", "sandwich", "parallel", "reordered_norm"]
 
 
+# `Identified`: what digests of answers call a class and its fields. A new field needs a default,
+# and is named in neither list.
 @dataclass(frozen=True)
 class RopeConfig(
     Identified,
@@ -207,7 +209,7 @@ class DecoderConfig(
 
     @property
     def waiting_copies(self) -> int:
-        # `Decoder` keeps those behind attention, and the sum
+        # hidden states behind attention, and the sum; in parallel layers also those before it
         return 2 + RESIDUALS[self.residual].parallel
 
     @property

@@ -58,7 +58,7 @@ _SIZES = {
     "num_local_experts n_routed_experts moe_num_experts mamba_d_state ssm_state_size "
     "mamba_chunk_size chunk_size",
     4: "linear_num_value_heads",
-    0: "num_hidden_layers n_layer n_layers num_layers",  # of parts that see or hear
+    0: "num_hidden_layers n_layer n_layers num_layers",  # the caller sets them
     2: "num_experts_per_tok num_experts_per_token moe_k moe_topk top_k_experts "
     "num_selected_experts n_group num_expert_group moe_router_num_groups "
     "n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups n_groups "
@@ -102,7 +102,7 @@ _WITHOUT_INFLUENCE = re.compile(
     "chunk_size_feed_forward|quantization_config|gradient_checkpointing|task_specific_params|finetuning_task|"
     "tokenizer_class|prefix|torchscript|pruned_heads|is_encoder_decoder|cross_attention_hidden_size|"
     "router_jitter_noise|router_aux_loss_coef|output_router_logits|pretraining_tp|model_type|"
-    r".*(_token_ids?|dropout|_pdrop|_config)"
+    r"text_config|.*(_token_ids?|dropout|_pdrop)"
 )
 
 
@@ -115,16 +115,25 @@ def kind_text(content: Mapping[str, Any]) -> str:
     """
     text = content.get("text_config")
     entries = {**content, **text} if isinstance(text, Mapping) else dict(content)
-    ties = sum(
+    num_equal_heads = sum(
         bool(entries.get(name)) and entries[name] == entries.get(heads)
         for name in _KV_HEADS
         for heads in _HEADS
     )
     names = entries.get("architectures") or [""]
     features = {
-        name: value for name, value in entries.items() if not _WITHOUT_INFLUENCE.fullmatch(name)
+        name: value
+        for name, value in entries.items()
+        if not _WITHOUT_INFLUENCE.fullmatch(name) and not _is_other_part(value)
     }
-    return json.dumps([str(names[0]), ties, _kind(features)], sort_keys=True)
+    return json.dumps([str(names[0]), num_equal_heads, _kind(features)], sort_keys=True)
+
+
+def _is_other_part(value: Any) -> bool:
+    """Whether an entry is the configuration of a part beside the language model; `attn_config` of
+    MPT is none, and decides values.
+    """
+    return isinstance(value, Mapping) and bool(value.get("model_type"))
 
 
 def _kind(value: Any) -> Any:
@@ -157,7 +166,7 @@ def miniatures(content: Mapping[str, Any], config: ModelConfig) -> Iterator[tupl
     for layers in _layers_tried(full, config.num_layers):
         try:
             entries = small_config(full, layers)
-            if not counts_from_padding:
+            if not counts_from_padding:  # a published id may lie outside the small vocabulary
                 entries["pad_token_id"] = VOCABULARY - 1
             small = type(whole)(**entries)
             small_content = json.loads(small.to_json_string()) | {"architectures": [cls.__name__]}
@@ -278,8 +287,9 @@ def _smaller(name: str, value: Any) -> Any:
 
 
 def _set_heads(numbers: Mapping[str, int], small: dict[str, Any]) -> None:
-    """Set the heads so that those which are as many as others stay so, and a head is as wide as it
-    was or wider.
+    """Set the heads so that those which are as many as others stay so.
+
+    A head is wider than its share of the hidden size where it was another width than that.
     """
     heads = next((numbers[name] for name in _HEADS if name in numbers), HEADS)
     small |= dict.fromkeys(numbers.keys() & _HEADS, HEADS)
@@ -299,7 +309,7 @@ def _set_heads(numbers: Mapping[str, int], small: dict[str, Any]) -> None:
                 sum(small[part] for part in parts) if is_sum else small["qk_rope_head_dim"]
             )
     if small.get("query_pre_attn_scalar") is not None:
-        small["query_pre_attn_scalar"] = 20
+        small["query_pre_attn_scalar"] = 20  # no width of a head, so that a mistake shows
 
 
 def _set_states(full: Mapping[str, Any], small: dict[str, Any]) -> None:
@@ -352,6 +362,7 @@ def _small_rope(rope: Mapping[str, Any], dim: int, full: Mapping[str, Any]) -> d
             *[rotated // parts] * (parts - 1),
         ]
     if rope.get("original_max_position_embeddings") is not None:
+        # Prompts reach beyond half of the positions, and beyond a quarter by far.
         long = rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic")
         small["original_max_position_embeddings"] = POSITIONS // (2 if long else 4)
     return small

@@ -15,7 +15,8 @@ from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.ledger import Allocation
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.tiers import TIERS, Tier, aligned
+from flexgen_helm.shared_sizes import aligned
+from flexgen_helm.tiers import TIERS, Tier
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import RateLimit
 from flexgen_helm.progress import Message, report
-from flexgen_helm.tiers import COPY_BUFFER_BYTES
+from flexgen_helm.shared_sizes import COPY_BUFFER_BYTES
 from flexgen_helm.units import exact_size
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices

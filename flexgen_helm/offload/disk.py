@@ -18,7 +18,7 @@ from flexgen_helm.errors import CheckpointError, DiskFullError, OffloadError
 from flexgen_helm.files import naming
 from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import DiskRates
-from flexgen_helm.tiers import ALIGNMENT, aligned
+from flexgen_helm.shared_sizes import ALIGNMENT, aligned
 from flexgen_helm.units import exact_size
 
 # Bytes of one read or write: enough for the disk's full rate, few enough to be cancelled soon.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexgen_helm.offload.matrices import OffloadedMatrix
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.tiers import ALIGNMENT, NUM_LOADERS, aligned
+from flexgen_helm.shared_sizes import ALIGNMENT, NUM_LOADERS, aligned
 
 # Uses for each known expert after which all counts are halved, so that what was hot once does not
 # stay for ever.

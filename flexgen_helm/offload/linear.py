@@ -20,7 +20,7 @@ from flexgen_helm.planner.workspace import upcast_elements
 from flexgen_helm.quant.block_products import block_matmul
 from flexgen_helm.quant.dequantization import dequantize_into, quantized_matmul
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
-from flexgen_helm.tiers import HOST_UPCAST_ELEMENTS
+from flexgen_helm.shared_sizes import HOST_UPCAST_ELEMENTS
 
 _thread_local = threading.local()
 

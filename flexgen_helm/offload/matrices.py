@@ -45,7 +45,7 @@ from flexgen_helm.progress import Message, report
 from flexgen_helm.quant.formats import BlockFormat, GroupFormat, StoredFormat
 from flexgen_helm.quant.packing import quantize
 from flexgen_helm.quant.precisions import Precision
-from flexgen_helm.tiers import (
+from flexgen_helm.shared_sizes import (
     ALIGNMENT,
     COPY_BUFFER_BYTES,
     GATHER_BYTES,

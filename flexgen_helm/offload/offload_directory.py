@@ -31,7 +31,7 @@ from flexgen_helm.locks import InUseError, locked
 from flexgen_helm.offload.disk import CHUNK_BYTES, DirectFile, flat_bytes, offload_error
 from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import DiskRates
-from flexgen_helm.tiers import ALIGNMENT, aligned
+from flexgen_helm.shared_sizes import ALIGNMENT, aligned
 
 _serials = itertools.count()
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_helm.tiers import ALIGNMENT, aligned
+from flexgen_helm.shared_sizes import ALIGNMENT, aligned
 
 # Allocations from this size on ask for huge pages (2 MiB on most machines).
 _HUGE_PAGES_FROM = 4 << 20

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.offload.transfer_manager import TransferManager
-from flexgen_helm.tiers import NUM_LOADERS, aligned, aligned_read_bytes
+from flexgen_helm.shared_sizes import NUM_LOADERS, aligned, aligned_read_bytes
 
 # Fetches rows [first, first + count) of a matrix into staging memory (bytes, aligned) and returns
 # them [count, in].

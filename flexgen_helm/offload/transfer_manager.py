@@ -23,7 +23,8 @@ from flexgen_helm.offload.ledger import Ledger
 from flexgen_helm.offload.offload_directory import OffloadDirectory
 from flexgen_helm.offload.rate_limit import DiskRates
 from flexgen_helm.offload.transfer_stats import TransferStats
-from flexgen_helm.tiers import MAX_PENDING_STORE_BYTES, Kind, Tier
+from flexgen_helm.shared_sizes import MAX_PENDING_STORE_BYTES
+from flexgen_helm.tiers import Kind, Tier
 
 Result = TypeVar("Result")
 

@@ -63,7 +63,8 @@ from flexgen_helm.progress import ProgressPhase, report
 from flexgen_helm.quant.dequantization import dequantize_into
 from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.scheduling.stage_visits import StageVisit
-from flexgen_helm.tiers import ALL_EXPERTS_FROM, NUM_LOADERS, Tier, aligned
+from flexgen_helm.shared_sizes import ALL_EXPERTS_FROM, NUM_LOADERS, aligned
+from flexgen_helm.tiers import Tier
 
 # Most and fewest bytes of a unit that is loaded: enough for the full rate of disk and link; smaller
 # ones only if they let a whole stage fit into the staging ring.

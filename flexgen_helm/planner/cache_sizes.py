@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexgen_helm.models.config import ModelConfig
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.tiers import ALIGNMENT, aligned
+from flexgen_helm.shared_sizes import ALIGNMENT, aligned
 
 
 @dataclass(frozen=True)

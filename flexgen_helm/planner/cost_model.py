@@ -26,7 +26,8 @@ from flexgen_helm.planner.policy import BlockShape
 from flexgen_helm.planner.problem import PlanningProblem
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.quant.formats import BlockFormat, StoredFormat
-from flexgen_helm.tiers import MAX_BATCH_TOKENS, PREFILL_LANES, TIERS, Tier
+from flexgen_helm.shared_sizes import MAX_BATCH_TOKENS, PREFILL_LANES
+from flexgen_helm.tiers import TIERS, Tier
 
 RESOURCES = ("compute", "to_gpu", "to_cpu", "disk_read", "disk_write")
 # Both directions of the disk or the link together, which bound a pass from below too.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen_helm.tiers import BLOCK_SEQUENCES, UNLIMITED
+from flexgen_helm.shared_sizes import BLOCK_SEQUENCES
+from flexgen_helm.tiers import UNLIMITED
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from flexgen_helm.planner.schedules import PREFILL_ONLY, ZIGZAG, Schedule
 from flexgen_helm.planner.search import Solution, search, shortage
 from flexgen_helm.planner.workload import Workload
 from flexgen_helm.quant.precisions import Precision, precision_named
-from flexgen_helm.tiers import KEEP_EVERY_S, KEEP_STATES_EVERY_S, TIERS, MemoryLimits, Tier
+from flexgen_helm.shared_sizes import KEEP_EVERY_S, KEEP_STATES_EVERY_S
+from flexgen_helm.tiers import TIERS, MemoryLimits, Tier
 
 # Precisions that a plan compares where none is asked for.
 _COMPARED = ("fp16", "8bit", "4bit")

@@ -25,7 +25,8 @@ from flexgen_helm.planner.policy import BlockShape, Policy
 from flexgen_helm.planner.problem import PlanningProblem, matrix_kinds
 from flexgen_helm.planner.schedules import ZIGZAG, Schedule
 from flexgen_helm.planner.storage_sizes import StorageSizes
-from flexgen_helm.tiers import BLOCK_SEQUENCES, TIERS, Kind, Tier
+from flexgen_helm.shared_sizes import BLOCK_SEQUENCES
+from flexgen_helm.tiers import TIERS, Kind, Tier
 
 
 @dataclass(frozen=True)

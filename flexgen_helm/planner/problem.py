@@ -31,15 +31,14 @@ from flexgen_helm.planner.workload import Workload
 from flexgen_helm.planner.workspace import Workspace
 from flexgen_helm.quant.formats import StoredFormat
 from flexgen_helm.quant.precisions import Precision
-from flexgen_helm.tiers import (
+from flexgen_helm.shared_sizes import (
     BLOCK_SEQUENCES,
     LARGE_BLOCK_SEQUENCES,
     MAX_BATCH_TOKENS,
     MAX_TRANSFER_BYTES,
     STREAMED_BATCH_TOKENS,
-    Tier,
-    without_margin,
 )
+from flexgen_helm.tiers import Tier, without_margin
 
 
 @lru_cache(maxsize=8)  # scenarios of a suite, and machines that are compared, have the same model

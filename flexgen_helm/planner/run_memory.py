@@ -15,7 +15,7 @@ from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.planner.weight_placement import Placement
 from flexgen_helm.planner.workload import Workload
-from flexgen_helm.tiers import (
+from flexgen_helm.shared_sizes import (
     ACTIVATIONS_SHARE,
     BATCH_TOKENS,
     BLOCK_SEQUENCES,
@@ -31,12 +31,8 @@ from flexgen_helm.tiers import (
     PASS_TOKENS,
     STAGED_CACHE_SHARE,
     STREAMED_BATCH_TOKENS,
-    TIERS,
-    UNLIMITED,
-    Fractions,
-    Tier,
-    limit_flag,
 )
+from flexgen_helm.tiers import TIERS, UNLIMITED, Fractions, Tier, limit_flag
 from flexgen_helm.units import exact_size
 
 

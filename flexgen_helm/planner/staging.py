@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from flexgen_helm.models.config import EMBED, HEAD, expert_of
 from flexgen_helm.planner.storage_sizes import StorageSizes
-from flexgen_helm.tiers import (
+from flexgen_helm.shared_sizes import (
     COPY_BUFFER_BYTES,
     GATHER_BYTES,
     MIN_EXPERT_SLOTS,
     MIN_STAGING_BYTES,
     NUM_LOADERS,
-    Tier,
     aligned_read_bytes,
 )
+from flexgen_helm.tiers import Tier
 
 # Share of the compute tier for the staging ring, and its share if only a larger ring holds a whole
 # layer.

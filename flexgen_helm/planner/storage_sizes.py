@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flexgen_helm.models.config import ModelConfig, expert_of, tensor_shapes
 from flexgen_helm.quant.precisions import FP16, Precision
-from flexgen_helm.tiers import ALIGNMENT, aligned
+from flexgen_helm.shared_sizes import ALIGNMENT, aligned
 
 
 class StageSizes(NamedTuple):

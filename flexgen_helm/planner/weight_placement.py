@@ -27,7 +27,8 @@ from flexgen_helm.planner.placement import achieved_fractions, choose_tiers
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.planner.staging import StagingSizes, loader_buffer_bytes, staging_sizes
 from flexgen_helm.planner.storage_sizes import StorageSizes
-from flexgen_helm.tiers import COPIES_SHARE, KINDS, TIERS, Fractions, Tier, limit_flag
+from flexgen_helm.shared_sizes import COPIES_SHARE
+from flexgen_helm.tiers import KINDS, TIERS, Fractions, Tier, limit_flag
 from flexgen_helm.units import exact_size
 
 # Share of the compute tier for resident weights if not all of them fit. A gpu's cache goes to the

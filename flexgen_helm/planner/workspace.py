@@ -12,7 +12,7 @@ from math import prod
 
 from flexgen_helm.models.config import ModelConfig, tensor_shapes
 from flexgen_helm.quant.precisions import CacheFormat
-from flexgen_helm.tiers import (
+from flexgen_helm.shared_sizes import (
     BATCH_TOKENS,
     DEVICE_UPCAST_ELEMENTS,
     HOST_UPCAST_ELEMENTS,
@@ -22,8 +22,8 @@ from flexgen_helm.tiers import (
     QUERY_CHUNK_TOKENS,
     SAMPLED_ELEMENTS,
     SCORE_TOKENS,
-    Tier,
 )
+from flexgen_helm.tiers import Tier
 
 # Float32 copies that a module with states makes of a token's elements, and of a state. Measured for
 # 512 to 2,048 tokens, the chunked delta rule and Mamba's scan make 6 to 10 of the first: the bound

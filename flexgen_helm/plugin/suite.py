@@ -49,7 +49,7 @@ from flexgen_helm.quant.precisions import split_precisions
 from flexgen_helm.report.block_records import add_blocks
 from flexgen_helm.report.scores import entry_of, grouped
 from flexgen_helm.report.suite import SUITE_FILE
-from flexgen_helm.report.verdicts import listed
+from flexgen_helm.report.verdicts import first_names
 from flexgen_helm.report.versions import versions
 from flexgen_helm.run_entries import conf_file
 from flexgen_helm.service.loaders import ClusterLoader
@@ -447,4 +447,4 @@ class Suite:
     def explanations(self) -> list[str]:
         """Return a sentence for each failed run; runs that failed alike share one."""
         by_sentence = grouped(self.failures, lambda name: explain_failure(*self.failures[name]))
-        return [f"{listed(names, 1)}: {sentence}" for sentence, names in by_sentence.items()]
+        return [f"{first_names(names, 1)}: {sentence}" for sentence, names in by_sentence.items()]

@@ -27,7 +27,7 @@ from flexgen_helm.kernels.emit import (
     load,
     vector_of,
 )
-from flexgen_helm.kernels.product_loop import REGISTER_ROWS, MatrixLoops, StoredRows
+from flexgen_helm.kernels.product_loop import REGISTER_ROWS, MatrixLoops, RowLayout
 from flexgen_helm.quant.formats import BlockFormat, Numbers
 
 _INT8 = ir.IntType(8)
@@ -48,7 +48,7 @@ def loops_for(fmt: BlockFormat) -> MatrixLoops:
     is_slow = len(fmt.codes.parts) > 1 or fmt.codes.floating or not HAS_AVX512
     few_rows = REGISTER_ROWS if is_slow else 2 * REGISTER_ROWS
     name, weights = f"{fmt.name}_{digest}", partial(_block_values, fmt)
-    stored = StoredRows(name, fmt.block_values, fmt.block_bytes, weights, few_rows)
+    stored = RowLayout(name, fmt.block_values, fmt.block_bytes, weights, few_rows)
     return product_loop.loops_for(stored)
 
 

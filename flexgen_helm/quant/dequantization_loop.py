@@ -31,7 +31,7 @@ from flexgen_helm.kernels.product_loop import (
     REGISTER_OUTPUTS,
     REGISTER_ROWS,
     RegisterTile,
-    StoredRows,
+    RowLayout,
     write_product,
 )
 from flexgen_helm.quant.arithmetic import LAST_ZERO_POINT, NUM_SCALES
@@ -153,7 +153,7 @@ def _code_product(bits: int, shift: int) -> Any:
         yield builder.uitofp(codes, VECTOR)
 
     return ir_statement((1, REGISTER_ROWS), (1,), (1,))(
-        partial(write_product, StoredRows("codes", LANES, LANES, weights, 0))
+        partial(write_product, RowLayout("codes", LANES, LANES, weights, 0))
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flexgen_helm.report.pools import overlap_notes, pool_by_scenario
 from flexgen_helm.report.scores import RunScores, grouped
-from flexgen_helm.report.verdicts import listed
+from flexgen_helm.report.verdicts import first_names
 
 # Packages whose releases compute a run's values.
 _COMPUTING = ("flexgen-helm", "torch", "transformers")
@@ -80,7 +80,7 @@ def trust_notes(runs: Sequence[RunScores]) -> list[str]:
             for entry, sample in sampled.items()
         ]
         notes.append(
-            f"Random samples of the instances: {listed(parts)}; run without --until scores all"
+            f"Random samples of the instances: {first_names(parts)}; run without --until scores all"
         )
     if (level_share := min((run.level_share for run in runs), default=1.0)) < 1:
         notes.append(

@@ -12,7 +12,7 @@ from flexgen_helm.files import read_object
 from flexgen_helm.report.block_records import suite_totals
 from flexgen_helm.report.notes import run_notes
 from flexgen_helm.report.scores import RunScores, describe_run, finite, read_finished_runs
-from flexgen_helm.report.verdicts import listed
+from flexgen_helm.report.verdicts import first_names
 from flexgen_helm.units import count
 
 SUITE_FILE = "flexgen_suite.json"
@@ -87,7 +87,7 @@ def _missing_notes(folder: Path, finished: Set[str], failed: Sequence[str]) -> l
         ],
     }
     return [
-        f"{count(len(names), 'run')} {what} ({listed(list(map(describe_run, names)))}); {_RESUME}"
+        f"{count(len(names), 'run')} {what} ({first_names([*map(describe_run, names)])}); {_RESUME}"
         for what, names in missing.items()
         if names
     ]

@@ -197,16 +197,16 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
             )
     sentences = []
     if more:
-        what = listed([f"{run} with -m {needed}" for run, needed in more.items()])
+        what = first_names([f"{run} with -m {needed}" for run, needed in more.items()])
         sentences.append(f"run {what}; stored answers are not computed again")
     if margins := {
         run: math.ceil(100 * margin) for run, margin in exhausted.items() if margin < 0.49
     }:
-        what = listed([f"--margin {margin} for {run}" for run, margin in margins.items()])
+        what = first_names([f"--margin {margin} for {run}" for run, margin in margins.items()])
         sentences.append(f"take {what}, the least that all of the data can show, or add other data")
     if too_small := [run for run in exhausted if run not in margins]:
         sentences.append(
-            f"add other data to {listed(too_small)}: all of it is too little for any --margin"
+            f"add other data to {first_names(too_small)}: all of it is too little for any --margin"
         )
     return sentences
 
@@ -233,12 +233,12 @@ def suite_equivalence(judged: Sequence[Comparison], margin: float) -> SuiteEquiv
     elif len(entries) == 1:
         text = f"{judged[0].equivalence.text if judged[0].equivalence else ''} ({entries[0]})"
     elif worse:
-        text = f"worse in {len(worse):,} {of_all}: {listed(worse)}"
+        text = f"worse in {len(worse):,} {of_all}: {first_names(worse)}"
     elif undecided := names["not decided"]:
-        text = f"too few questions to tell in {len(undecided):,} {of_all}: {listed(undecided)}"
+        text = f"too few questions to tell in {len(undecided):,} {of_all}: {first_names(undecided)}"
         text += f"; equivalent in {len(equal):,}" if equal else ""
     else:
-        text = f"better in {listed(names['better'])}"
+        text = f"better in {first_names(names['better'])}"
         text += ", and equivalent elsewhere" if equal else ""
     return SuiteEquivalence(margin, entries, equal, worse, text)
 
@@ -257,6 +257,6 @@ def hochberg(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
+def first_names(names: Sequence[str], most: int = 5) -> str:
     """Return the first names, at most so many, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -9,7 +9,7 @@ from itertools import accumulate
 from flexgen_helm.planner.limits import SchedulerLimits
 from flexgen_helm.planner.schedules import Schedule
 from flexgen_helm.scheduling.sequence import Request
-from flexgen_helm.tiers import PREFILL_LANES
+from flexgen_helm.shared_sizes import PREFILL_LANES
 
 
 def into_lanes(

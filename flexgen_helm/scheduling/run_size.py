@@ -11,7 +11,7 @@ from flexgen_helm.quant.precisions import CacheFormat
 from flexgen_helm.scheduling.forecast import AnswerLengths
 from flexgen_helm.scheduling.prefix_tree import PrefixCostModel, prefixes_of, shared_prefixes
 from flexgen_helm.scheduling.sequence import Request
-from flexgen_helm.tiers import LONG_ANSWER_TOKENS
+from flexgen_helm.shared_sizes import LONG_ANSWER_TOKENS
 
 
 def run_size(

@@ -22,7 +22,7 @@ from flexgen_helm.scheduling.sequence import (
     Sequence,
     SequenceKind,
 )
-from flexgen_helm.tiers import BLOCK_SEQUENCES
+from flexgen_helm.shared_sizes import BLOCK_SEQUENCES
 
 # Which sequences share a cache block, and how large the block is.
 

@@ -24,8 +24,11 @@ from flexgen_helm.tokenizer.token_bytes import SPACE_MARK
 
 # Keys whose tokens end a completion beside EOS, as in llama.cpp.
 _END_ID_KEYS = (
-    *(Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID),
-    *(Keys.Tokenizer.FIM_PAD_ID, Keys.Tokenizer.FIM_REP_ID, Keys.Tokenizer.FIM_SEP_ID),
+    Keys.Tokenizer.EOT_ID,
+    Keys.Tokenizer.EOM_ID,
+    Keys.Tokenizer.FIM_PAD_ID,
+    Keys.Tokenizer.FIM_REP_ID,
+    Keys.Tokenizer.FIM_SEP_ID,
 )
 _ID_KEYS = (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.UNK_ID, Keys.Tokenizer.EOS_ID, *_END_ID_KEYS)
 # The types of the values that are read here; a file may store a value of any type under any key.
@@ -80,16 +83,18 @@ _MAX_PIECE = 4096
 # without those of families that are not read, and without </s> and <eos>, which are names of HTML
 # in some vocabularies.
 _END_TOKENS = (
-    *(
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<end_of_turn>",
-    ),
-    *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
 )
 # Of Phi-3's special tokens these alone do not take the white space behind them; no key tells of
 # that.
@@ -185,7 +190,7 @@ def _backend(path: Path, metadata: Mapping[str, Any], tokens: list[str], model: 
     """Build the algorithm. Raises `CheckpointError` for a vocabulary that does not fit together."""
     # Where the file does not say, as in llama.cpp: texts of sentencepiece and Llama 3 vocabularies
     # begin with BOS.
-    adds_bos = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _WHOLE_WORDS
+    adds_bos = model == "llama" or metadata.get(Keys.Tokenizer.PRE) in _LLAMA3_AND_TEKKEN
     try:
         backend = _ALGORITHMS[model](metadata, tokens)
         if metadata.get(Keys.Tokenizer.ADD_BOS, adds_bos):
@@ -227,8 +232,9 @@ _DEEPSEEK = (
 )
 _GPT4O = _TEKKEN.replace("|", rf"{_CONTRACTIONS}?|", 2).replace(r"\p{N}|", r"\p{N}{1,3}|")
 _LLAMA3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 midm-2.0 pixtral"
-_WHOLE_WORDS = f"{_LLAMA3} tekken".split()  # add BOS too, where the file does not say
-_QWEN = "qwen2 deepseek-r1-qwen qwen35"
+# A word that is a token is not merged; where the file does not say, BOS comes first.
+_LLAMA3_AND_TEKKEN = f"{_LLAMA3} tekken".split()
+_QWEN = "qwen2 deepseek-r1-qwen"
 
 
 def _splits(*patterns: str) -> pre_tokenizers.PreTokenizer:
@@ -253,7 +259,7 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
         (f"{_LLAMA3} dbrx smaug-bpe glm4 chatglm-bpe", _splits(_GPT4)),
         (f"{_QWEN} hunyuan solar-open grok-2", _splits(_DIGIT)),
         (
-            "qwen35",
+            "qwen35",  # marks belong to words
             _splits(
                 _DIGIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
             ),
@@ -278,7 +284,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     merges = _split_merges(metadata.get(Keys.Tokenizer.MERGES, ()))
     # A whole word of these vocabularies is one token, whether or not merges lead to it.
     vocab = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
+    backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_AND_TEKKEN))
     if pre in _QWEN.split():
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = cast(Any, _PRE_TOKENIZERS[pre])
@@ -341,6 +347,7 @@ def _merges_from_scores(
     ranked.sort()
     formed = [(score, a + b) for score, *_, a, b in ranked if a + b not in cut]
     runs = {piece for piece in vocab.keys() - cut if piece and not piece.strip(SPACE_MARK)}
+    # Runs of 1 to n spaces, all of one score, and spaces within no other piece.
     if (
         len(runs) < 3
         or len(runs) != max(map(len, runs))

@@ -129,6 +129,7 @@ def test_kinds_are_told_by_features_and_not_by_sizes():
         {"rms_norm_eps": 3e-6},
         {"initializer_range": 1.0},
         {"eos_token_id": 7},
+        {"vision_config": {"model_type": "siglip_vision_model", "hidden_act": "gelu"}},
     ]
     changed = [
         {"tie_word_embeddings": not content.get("tie_word_embeddings", False)},
@@ -136,6 +137,7 @@ def test_kinds_are_told_by_features_and_not_by_sizes():
         {"use_sliding_window": False}, {"unknown": 2.5},
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
         {"architectures": ["LlamaForCausalLM"]},
+        {"attn_config": {"clip_qkv": 8}}, {"attn_config": {"softmax_scale": 0.3}},
     ]  # fmt: skip
     assert all(kind_text({**content, **change}) == kind_text(content) for change in same)
     assert (

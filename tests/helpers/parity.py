@@ -76,9 +76,9 @@ def seeing_longer_neighbours(
     would be.
     """
     table, rows, _ = segments
-    last = rows[table.jobs["last_segment"] - 1]  # of each job, its sequence's cache
+    last = rows[table.jobs["end_segment"] - 1]  # of each job, its sequence's cache
     if rows["slot"].any():
         longest = last["length"].max()
-        rows["length"][table.jobs["last_segment"] - 1] = longest
+        rows["length"][table.jobs["end_segment"] - 1] = longest
         table = replace(table, positions=last["position"] + longest - 1)
     return attend_segments(q, segments._replace(table=table, rows=rows), *rest)

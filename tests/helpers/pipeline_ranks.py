@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_helm import Engine, FlexgenError, GenerationRequest, GenerationResult, MemoryLimits
-from flexgen_helm.hardware.rank import rank_of_process
+from flexgen_helm.engine.rank import rank_of_process
 from tests.helpers.forks import python
 from tests.helpers.paths import ROOT
 

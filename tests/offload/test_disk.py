@@ -24,8 +24,8 @@ from flexgen_helm.offload.matrices import DiskMatrix
 from flexgen_helm.offload.offload_directory import OffloadDirectory, WeightFiles
 from flexgen_helm.offload.pages import pages
 from flexgen_helm.progress import observed_by
+from flexgen_helm.shared_sizes import ALIGNMENT, aligned
 from flexgen_helm.system_errors import GIVEN_FOLDERS, explain
-from flexgen_helm.tiers import ALIGNMENT, aligned
 from tests.helpers.forks import python
 from tests.helpers.offload import tiers_of
 from tests.helpers.parity import assert_same

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine.executor import Executor
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.kv_cache import cache, storage
+from flexgen_helm.kv_cache import cache, fetched_storage
 from flexgen_helm.offload import weights
 from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.disk import DirectFile
@@ -219,8 +219,8 @@ def test_a_small_disk_makes_small_blocks(tiny, tmp_path, precision, mib):
     [
         ("fp16", "6x2,0,100,0,100,0,100", (SimulatedCopyEngine, "host_memory")),
         ("paper-4bit", "6x2,0,100,100,0,100,0", (cache, "zeros")),
-        ("fp16", "6x2,0,0,0,0,100,0", (storage, "zeros")),
-        ("4bit", "6x2,0,0,0,0,100,0", (storage, "zeros")),
+        ("fp16", "6x2,0,0,0,0,100,0", (fetched_storage, "zeros")),
+        ("4bit", "6x2,0,0,0,0,100,0", (fetched_storage, "zeros")),
     ],
     ids=["host", "device", "disk", "residual window"],
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.prefetcher import StagingRing, StreamedMatrix, WeightPrefetcher
-from flexgen_helm.tiers import ALIGNMENT
+from flexgen_helm.shared_sizes import ALIGNMENT
 from tests.helpers.offload import tiers_of, within
 
 

@@ -13,7 +13,7 @@ from flexgen_helm.offload.copy_engine import SimulatedCopyEngine
 from flexgen_helm.offload.disk import DirectFile
 from flexgen_helm.offload.pages import pages
 from flexgen_helm.offload.rate_limit import DiskRates, RateLimit
-from flexgen_helm.tiers import ALIGNMENT
+from flexgen_helm.shared_sizes import ALIGNMENT
 from tests.helpers.offload import tiers_of
 
 SIZE = 16 * ALIGNMENT

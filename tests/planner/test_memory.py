@@ -16,7 +16,8 @@ from flexgen_helm.planner.schedules import PREFILL_ONLY, ROW, ZIGZAG
 from flexgen_helm.planner.staging import StagingSizes
 from flexgen_helm.planner.storage_sizes import StorageSizes
 from flexgen_helm.planner.weight_placement import Placement
-from flexgen_helm.tiers import ACTIVATIONS_SHARE, STREAMED_BATCH_TOKENS, UNLIMITED
+from flexgen_helm.shared_sizes import ACTIVATIONS_SHARE, STREAMED_BATCH_TOKENS
+from flexgen_helm.tiers import UNLIMITED
 from tests.helpers import planning_problems
 from tests.helpers.planning_problems import small
 

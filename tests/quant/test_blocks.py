@@ -43,7 +43,9 @@ def test_sizes_are_those_of_the_package(fmt):
     assert (fmt.block_values, fmt.block_bytes) == gguf.GGML_QUANT_SIZES[
         gguf.GGMLQuantizationType[fmt.name]
     ]
-    assert fmt.has_whole_blocks(3 * fmt.block_values) and not fmt.has_whole_blocks(fmt.block_values + 8)
+    assert fmt.has_whole_blocks(3 * fmt.block_values) and not fmt.has_whole_blocks(
+        fmt.block_values + 8
+    )
     assert fmt.packed_bytes(5, 3 * fmt.block_values) == 15 * fmt.block_bytes
 
 

@@ -19,7 +19,7 @@ from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 from flexgen_helm.quant.blocks import decode
 from flexgen_helm.quant.packing import dequantize, quantize
 from flexgen_helm.quant.precisions import PRECISIONS
-from flexgen_helm.tiers import DEVICE_UPCAST_ELEMENTS
+from flexgen_helm.shared_sizes import DEVICE_UPCAST_ELEMENTS
 
 triton = pytest.importorskip("triton")
 

@@ -32,6 +32,7 @@ _WITHOUT_VALUES = re.compile(
     "auto_map|quantization_config|_.*|output_(attentions|hidden_states|router_logits)|(use_)?return_dict|torchscript|"
     "chunk_size_feed_forward"
 )
+# Entries that count modules.
 _COUNT = re.compile(r"(?!.*(embed|size))(n_layers?$|num_|.*experts)")
 # Buffers up to this size have values; larger ones, such as masks, are not used.
 _MAX_BUFFER_ELEMENTS = 1 << 21
@@ -63,7 +64,7 @@ def empty_model(config_text: str, *, has_buffers: bool = False) -> Any:
     model.config._attn_implementation = IMPLEMENTATION  # masks are ours in any case
     model.set_experts_implementation(IMPLEMENTATION)
     modules = [*model.modules()]
-    if any("indexer" in module._modules for module in modules):
+    if any("indexer" in module._modules for module in modules):  # `adapt` removes them
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = [*ignored, r"\.indexer\."]
     for module in modules:

@@ -41,7 +41,7 @@ class Scores:
     ) -> None:
         self.q, self.k, self.scale, self.mask, self.are_weights = q, k, scale, mask, are_weights
         self.shape, self.dtype = torch.Size((*q.shape[:-1], k.shape[-1])), q.dtype
-        self.device = torch.device("cpu")  # of the limits that a module makes for scores
+        self.device = torch.device("cpu")  # of the least number that a module clamps scores to
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,6 +77,7 @@ class Scores:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
+    # Casts and reshapes around the softmax change nothing here.
     def to(self, *kinds: Any) -> Scores:
         return self
 
@@ -87,7 +88,7 @@ class Scores:
 
 
 class OwnAttention(TorchFunctionMode):
-    """Let `bindings.attend` compute the attention of the modules that run meanwhile."""
+    """Let `bindings.attend` compute what modules, run meanwhile, have as code of their own."""
 
     def __init__(self, bindings: Bindings) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class OwnAttention(TorchFunctionMode):
         if isinstance(args[0] if args else None, Scores):
             if func is F.dropout:
                 return args[0]
-            if (
+            if (  # a clamp to the least number, which changes nothing
                 func is torch.max
                 and args[1].numel() == 1
                 and float(args[1]) <= torch.finfo(args[0].dtype).min

@@ -120,7 +120,7 @@ class StateCache(CacheStandIn):
 class MixerRunner:
     """One module that keeps states, called with all tokens of a batch.
 
-    module: its `forward` becomes this object's `forward`.
+    module: the decoder calls `forward` of this object in place of the module's.
     """
 
     def __init__(self, mixer: Mixer, module: nn.Module) -> None:
@@ -191,6 +191,7 @@ class MixerRunner:
             return _of_group(value, group) if is_of_tokens else value
 
         named_parts = {
+            # a group has no padding, so nothing is masked
             name: None if name == "attention_mask" else part_of(value)
             for name, value in named.items()
         }
