@@ -12,8 +12,7 @@ from flexgen_helm.paths import state_dir
 
 # Option -> folder that it gave this process; commands and engines add theirs.
 GIVEN_FOLDERS: dict[str, Path] = {}
-# What helps against an error of the system; against the first four another folder helps, too. Of
-# a missing file nothing can be said, not even that.
+# What helps against an error of the system; of a missing file nothing can be said.
 _REMEDIES = {
     errno.ENOSPC: "free some room",
     errno.EDQUOT: "free some of the quota",
@@ -24,7 +23,8 @@ _REMEDIES = {
     errno.ENOMEM: "free some memory",
     errno.ENOENT: "",
 }
-_ELSEWHERE = [*_REMEDIES][:4]
+# Errors of a disk, against which another folder helps, too; it may help against unknown ones.
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 # How libraries in Rust and PyTorch say it.
 _OS_ERROR = re.compile(r"(?:\(os error |(?:mode|>): [A-Z][\w ]+ \()(\d+)\)")
 
@@ -50,16 +50,20 @@ def explain(error: BaseException) -> str:
     cause = error if isinstance(error, OSError) else error.__cause__
     text = str(error) if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}"
     text = re.sub(r"\[Errno \d+\] ", "", text)
-    if not isinstance(cause, OSError) or not (cause.filename or system_error(cause)):
+    if not isinstance(cause, OSError):
         return text
+    if (known := system_error(cause)) is None and not cause.filename:
+        return text
+    # One of a library in Rust has its number in its text alone.
+    failed = known if known is not None and cause.errno is None else cause
     if cause is error:
-        text = f"{cause.filename or 'a file'} cannot be used: {cause.strerror}"
+        text = f"{cause.filename or 'a file'} cannot be used: {failed.strerror}"
     path = Path(str(cause.filename)).absolute()
     folders = {**GIVEN_FOLDERS, "FLEXGEN_HELM_HOME": state_dir()}
     names = [name for name, folder in folders.items() if path.is_relative_to(folder.absolute())]
     another = f"name another folder with {names[0]}" if names and cause.filename else ""
-    remedies = [_REMEDIES.get(cause.errno or 0, "")]
-    if cause.errno in _ELSEWHERE or cause.errno not in _REMEDIES:
+    remedies = [_REMEDIES.get(failed.errno or 0, "")]
+    if failed.errno in _OF_A_DISK or failed.errno not in _REMEDIES:
         remedies.append(another)
     remedy = ", or ".join(filter(None, remedies))
     return f"{text}; {remedy}" if remedy and "name another" not in text else text

@@ -145,6 +145,8 @@ def plan(
       flexgen-helm plan -c runs/helm_lite.conf --suite lite \\
         --model llama-2-70b --hardware rtx3090 --cpu-memory 60GB
     """
+    if named and model and named != model:
+        raise UsageError(f"two models are named, {named} and --model {model}; leave one out")
     model = model or named or None
     has_lengths = any(value is not None for value in (prompt_len, gen_len, num_seqs))
     has_suite_options = any(

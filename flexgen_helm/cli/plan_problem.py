@@ -88,7 +88,7 @@ def problem_for(
         ("--num-seqs", num_seqs),
     ):
         if value is not None and value < 1:
-            raise UsageError(f"{flag} {value} is no length; it must be 1 or more")
+            raise UsageError(f"{flag} {value} is too small; it must be 1 or more")
     model_config, dtype = read_model_config(model)
     if prompt_len + gen_len > model_config.max_positions + 1:  # the last token is never fed
         raise UsageError(
@@ -108,6 +108,7 @@ def problem_for(
         profile,
         Workload.uniform(prompt_len, gen_len, num_seqs or 1),
         limits=allowed,
+        # weights that are not read have no published formats
         precision=options.precision
         if config.weights == "dummy"
         else planned_precision(model, options.precision),
@@ -117,18 +118,20 @@ def problem_for(
         endless=num_seqs is None,
         ranks=options.stages,
     )
-    if config.device != "sim" and allowed.gpu is not None:  # this limit holds for computing, too
+    # This limit holds for computing, too, but for "sim", which computes on the host.
+    if config.device != "sim" and allowed.gpu is not None:
         room = problem.workspace.room_beside(allowed.gpu)
         problem = replace(problem, limits={**problem.limits, "gpu": float(room)})
     memory = problem.limits["gpu"] + problem.limits["cpu"]
-    if options.hardware != "measured" or (
-        config.fixed_policy is None and problem.stored_bytes <= memory
-    ):
-        return problem  # and PyTorch, which opens weights, is not imported
-    return _beside_weights(problem, options)
+    may_use_disk = config.fixed_policy is not None or problem.stored_bytes > memory
+    if options.hardware == MEASURED and may_use_disk:
+        return _with_room_of_written_weights(problem, options)
+    return problem  # PyTorch, which opens weights, is not imported
 
 
-def _beside_weights(problem: PlanningProblem, options: PlanOptions) -> PlanningProblem:
+def _with_room_of_written_weights(
+    problem: PlanningProblem, options: PlanOptions
+) -> PlanningProblem:
     """Return the problem with room for weights of the model that this machine's disk has
     already.
     """
@@ -157,14 +160,17 @@ def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
     free there now.
     """
     from flexgen_helm.engine.machine_profile import measured_profile, profile_named
+    from flexgen_helm.hardware.profile import MEASURED
 
-    if hardware != "measured":
+    if hardware != MEASURED:
         if config.offload_dir is not None:
             raise UsageError(
                 f"--offload-dir is a folder of this machine, not of {hardware}; leave one of them "
                 "out"
             )
-        return profile_named(hardware)
+        profile = profile_named(hardware)
+        # a file that `flexgen-helm profile -o FILE` wrote, perhaps on another machine
+        return replace(profile, name=hardware) if profile.name == MEASURED else profile
     folder = _offload_folder(config)
     require_writable(
         folder, "--offload-dir" if config.offload_dir is not None else "FLEXGEN_HELM_HOME"

@@ -147,7 +147,7 @@ def check_answers(
                 prompt = tokenizer.decode(results[0].prompt_token_ids) if results else ""
                 recomputed_answer = RecomputedAnswer(answer, service, computed, prompt)
                 if folder is None:
-                    why = _why_bits_may_differ(sources[answer.source], engine)
+                    why = _why_bits_may_differ(sources[answer.source], engine) if results else ""
                     yield (
                         recomputed_answer.checked(TOLERANCE if why else 0.0, why),
                         recomputed_answer.bundled(),
@@ -157,6 +157,7 @@ def check_answers(
             computed_with = {
                 name: engine.last_run[name]
                 for name in ("fingerprint", "hardware", "versions", "batch_invariant")
+                if engine.last_run  # of an answer without requests nothing is computed
             }
             for source in of_model:
                 sources[source] = replace(sources[source], **computed_with)

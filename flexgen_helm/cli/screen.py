@@ -89,7 +89,7 @@ class Screen:
         self._began = time.monotonic()
         self._activities: dict[int, ProgressPhase | Progress] = {}  # the newest of each thread
         self._model: ModelInUse | None = None
-        self._plan_text = self._ordinal = ""  # number: which of several precisions it is
+        self._plan_text = self._ordinal = ""  # which of several precisions it is
         # Guards what was reported. The panel's thread takes it while it draws, so whoever holds it
         # calls nothing of rich.
         self._lock = threading.Lock()
@@ -140,18 +140,18 @@ class Screen:
         if isinstance(event, Message):
             self.say(event.text)
             return
-        thread, is_new_phase = threading.get_ident(), False
+        thread, is_news = threading.get_ident(), False
         with self._lock:
             if isinstance(event, ProgressPhase):
                 before = self._activities.get(thread)
-                is_new_phase = not event.is_finished and getattr(before, "name", None) != event.name
+                is_news = not event.is_finished and getattr(before, "name", None) != event.name
                 self._activities[thread] = event
                 if event.name == "metrics":  # of all models
                     self._model = None
             elif isinstance(event, Progress):
                 self._activities[thread] = event
             elif isinstance(event, ModelInUse):
-                is_new_phase = self._model != event
+                is_news = self._model != event
                 self._model, self._plan_text, self._ordinal = event, "", ""
                 if event.precision in self._precisions:
                     self._ordinal = (
@@ -159,11 +159,11 @@ class Screen:
                         f"{len(self._precisions)}"
                     )
             else:
-                self._plan_text, is_new_phase = event.text, True
-        if self._log is not None and is_new_phase and not self._is_terminal:
+                self._plan_text, is_news = event.text, True
+        if self._log is not None and is_news and not self._is_terminal:
             self.say(describe(event))
         with self._panel_lock:
-            if is_new_phase and self._live is not None:
+            if is_news and self._live is not None:
                 self._live.refresh()  # a phase may be over before the panel is drawn by itself
 
     def say(self, text: str) -> None:

@@ -48,11 +48,11 @@ class Baseline:
     """The logits of compared tokens by one model, and its hidden states if layers are compared, in
     a file that is mapped into memory. It is the `Observer` of the model that fills it.
 
-    rows: the whole file, in float32; the next three are parts of it.
+    elements: of the whole file, in float32; the next three are parts of it.
     logits: [N, V], by number of the compared token.
-    states: [stages, states, H], after the embedding and each layer, by `state_numbers`; empty
-        without layers.
-    logprobs: [N], of the compared tokens; 0 where none is stored yet.
+    states: [stages, states, H], after the embedding and each layer; empty without layers.
+    state_numbers: of each token of each prompt, whose states equal beginnings share.
+    logprobs: [N], of the compared tokens, below 0; 0 where none is stored yet.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Baseline:
         Raises `MemoryLimitError` if there is too little room.
         """
         self.prompts, self.by_layer = ComparedPrompts.joined(parts), by_layer
+        # numbers of the prompts that parts begin and end with
         self.part_ends = [*accumulate((len(part.token_ids) for part in parts), initial=0)]
         # of each prompt, the number of its first compared token; then the number of all
         self.first_numbers = np.cumsum([0, *map(len, self.prompts.compared)])
@@ -106,9 +107,9 @@ class Baseline:
             except OSError:
                 self.remove()
                 raise
-            self.rows = np.memmap(file, np.float32, "r+", shape=num_bytes // 4)
+            self.elements = np.memmap(file, np.float32, "r+", shape=num_bytes // 4)
         # A log-probability is written after the row that it is of; 0 means not yet.
-        logits, states, self.logprobs = np.split(self.rows, np.cumsum(sizes)[:2])
+        logits, states, self.logprobs = np.split(self.elements, np.cumsum(sizes)[:2])
         self.logits, self.states = logits.reshape(logits_shape), states.reshape(states_shape)
         # number of the prompt that each request of a run scores
         self.run_prompts: Sequence[int] = range(len(self.prompts.token_ids))
@@ -169,6 +170,7 @@ class Baseline:
         rows, numbers, targets = self.rows_of(predictions)
         compared = logits[rows].cpu()
         self.logits[numbers] = compared
-        self.rows.flush()  # a power cut must not leave a log-probability without its row
+        self.elements.flush()  # a power cut must not leave a log-probability without its row
         columns = torch.tensor(targets, dtype=torch.long)[:, None]
-        self.logprobs[numbers] = compared.log_softmax(-1).gather(1, columns)[:, 0]
+        logprobs = compared.log_softmax(-1).gather(1, columns)[:, 0]
+        self.logprobs[numbers] = logprobs.clamp_max(-torch.finfo(torch.float32).tiny)

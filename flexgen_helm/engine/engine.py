@@ -273,9 +273,11 @@ class Engine:
         for request in prepared.distinct:
             request.resume(self._model.eos_ids)
         plan = self._plan(prepared)
-        lanes, limits = into_lanes(
-            prepared.distinct, plan.limits, self._pipeline.rank.size, plan.schedule
-        )
+        lanes, limits = [prepared.distinct], plan.limits
+        if not self._pipeline.is_whole:
+            lanes, limits = into_lanes(
+                prepared.distinct, limits, self._pipeline.rank.size, plan.schedule
+            )
         lane_plan = replace(plan, limits=limits)
         answers.began, answers.progress = time.perf_counter(), self._reporter(answers.progress)
         with self._executor(plan, answers, observer) as executor:
@@ -341,9 +343,7 @@ class Engine:
             plan, drawn, at_once, self.last_run, is_whole=pipeline.is_whole
         )
         if prediction is not None:
-            add_prediction(
-                self.last_run, prediction, self._planner.product_flops, pipeline.rank.size
-            )
+            add_prediction(self.last_run, prediction, self._planner.product_flops)
 
     def close(self) -> None:
         """Give all memory back; harmless when called again."""

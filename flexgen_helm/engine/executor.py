@@ -328,7 +328,8 @@ class Executor:
         Where other ranks have the other stages, take the batches through those here; `collect` then
         has their outputs.
 
-        Raises `Interrupted`. After this or another error nothing of the pass is kept.
+        Raises `Interrupted`. After this or another error nothing of the pass stays but hidden
+        states that `keep_states` has stored.
         """
         steps = self._steps(current.items)
         visits = self._visits(steps, current)
@@ -340,6 +341,7 @@ class Executor:
                     began = time.perf_counter()
                     self._weights.prefetch(visits)  # load_weight(i, j + 1, k)
                     output = self._compute(step, current)
+                    # A pass's seconds are divided among its batches by what launching them took.
                     share_launch(step, current, time.perf_counter() - began)
                     if step[0].stage == self.num_stages - 1:
                         charged_until = charge(current.states.values(), charged_until)
@@ -468,6 +470,7 @@ class Executor:
         name, layer = self._stages[stage], self._layer_of(stage)
         if name == HEAD:
             return self._head(current.batches[step[0].batch], self._begin(step[0], current))
+        # repeated: the matrices stay until all batches have used them
         with self._weights.stage(name, is_repeated=len(step) > 1) as weights:
             if layer is None:
                 metadata = self._begin(step[0], current).attention.metadata
@@ -481,6 +484,7 @@ class Executor:
                 with closing(self._decoder.layer(weights, layer, batches)) as outputs:
                     for item, hidden in zip(items, outputs):  # as many as were begun
                         state = current.states[item.batch]
+                        # finite only if all elements are; `check_finite` looks at many at once
                         state.sums.append(hidden.sum(-1, dtype=torch.float32))
                         self._end(item, current, hidden)
         return None
@@ -494,6 +498,9 @@ class Executor:
         Room is `expert_tokens`, and bytes of the activation store. A waiting batch takes
         `waiting_copies` of its hidden states, but for one batch, `unclaimed`: its copies are part
         of the workspace, and only its hidden states are claimed while others wait.
+
+        Batches of 40, 30 and 30 tokens, 2 copies, room for 70: the first is unclaimed and takes 20,
+        the next 30 and fits beside its hidden states (15); the last waits for the next call.
         """
         decoder, first, free_tokens = self._decoder, remaining[0], float(self.expert_tokens)
         copies = decoder.config.waiting_copies

@@ -64,7 +64,7 @@ class Pipeline:
         self._failed: PipelineError | None = None
         self._common_error: FlexgenError | None = None
         # Works that are under way, with what they send, by tag.
-        self._sent: dict[int, deque[tuple[dist.Work, Tensor]]] = {
+        self._sent: dict[int, deque[tuple[dist.Work, int, Tensor]]] = {
             _HIDDEN: deque(),
             _VALUES: deque(),
         }
@@ -178,7 +178,7 @@ class Pipeline:
         )
         self._send(message, self.rank.number + 1, _HIDDEN)
         while len(self._sent[_HIDDEN]) > _MAX_WAITING:
-            self._wait(self._sent[_HIDDEN].popleft()[0])
+            self._wait(*self._sent[_HIDDEN].popleft()[:2])
 
     def receive_hidden(
         self, checksum: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
@@ -219,8 +219,8 @@ class Pipeline:
     def flush(self) -> None:
         """Wait until what was sent has arrived."""
         for sent in self._sent.values():
-            for work, _ in sent:
-                self._wait(work)
+            for work, receiver, _ in sent:
+                self._wait(work, receiver)
             sent.clear()
 
     def _send(self, message: Tensor, rank: int, tag: int) -> None:
@@ -230,14 +230,14 @@ class Pipeline:
                 sent.popleft()
             work = dist.isend(message, rank, tag=tag)
             assert work is not None
-            sent.append((work, message))
+            sent.append((work, rank, message))
 
     def _receive(self, message: Tensor, rank: int, tag: int) -> None:
         with self._guarded(f"rank {rank}"):
             dist.recv(message, rank, tag=tag)
 
-    def _wait(self, work: dist.Work) -> None:
-        with self._guarded(f"rank {self.rank.number + 1}"):
+    def _wait(self, work: dist.Work, receiver: int) -> None:
+        with self._guarded(f"rank {receiver}"):
             work.wait()
 
     # The end

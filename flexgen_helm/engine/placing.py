@@ -96,19 +96,20 @@ def place_model(model: OpenedModel, rank: Rank) -> PlacedModel:
 
     def with_weight_files(sizes: Mapping[str, int]) -> dict[Tier, int]:
         """Count the disk's room for these matrices that their weight files take already."""
-        written = at_rest.num_bytes(sizes, options.limits.disk is None)
+        written = at_rest.num_bytes(sizes, with_written=options.limits.disk is None)
         return {**capacities, "disk": capacities["disk"] + written}
 
     matrices = StorageSizes(config, model.precision).matrices
-    if rank.size == 1:
+    if rank.size == 1:  # of several, none knows yet which layers it has
         beyond_memory = sum(matrices.values()) - capacities["gpu"] - capacities["cpu"]
-        require_room(folder, beyond_memory - at_rest.num_bytes(matrices, True))
+        in_files = at_rest.num_bytes(matrices, with_written=True)
+        require_room(folder, beyond_memory - in_files)
     planner = _planner(model, with_weight_files(matrices), folder)
     counts = None if rank.size == 1 else options.pipeline_layers
     part = config.part(divide_layers(config, rank.size, counts)[rank.number])
     planner.take_layers(part)
     placement = planner.place(model.name)
-    # of the disk, only what is placed there: the other tiers have the capacities of before
+    # Files of matrices that are placed elsewhere give the disk no room.
     limits = with_weight_files(placement.bytes_on("disk"))
     ledgers = {tier: Ledger(tier, limits[tier]) for tier in TIERS}
     disk = None if options.disk_gb_s is None else DiskRates(*map(RateLimit, options.disk_gb_s))
@@ -116,7 +117,9 @@ def place_model(model: OpenedModel, rank: Rank) -> PlacedModel:
         device, model.compute_tier, ledgers, model.link, folder, options.overlap, disk
     )
     if isinstance(model.link, CudaCopyEngine):
-        model.link.limit(math.inf if options.limits.gpu is None else options.limits.gpu)
+        model.link.limit_device_memory(
+            math.inf if options.limits.gpu is None else options.limits.gpu
+        )
     return PlacedModel(planner, part, placement, tiers)
 
 
@@ -143,8 +146,9 @@ def _planner(model: OpenedModel, capacities: Mapping[Tier, int], folder: Path) -
 
 
 def offload_folder(options: EngineConfig) -> Path:
-    """Return the folder of the disk tier. Raises `UsageError` for one that was named and cannot be
-    written.
+    """Return the folder of the disk tier, and remember a named one for errors of the system.
+
+    Raises `UsageError` for one that was named and cannot be written.
     """
     if options.offload_dir is None:
         return state_dir() / "offload"
@@ -178,6 +182,7 @@ def tier_capacities(limits: MemoryLimits, folder: Path, num_sharers: int = 1) ->
     capacities: dict[Tier, int] = {
         "gpu": 0,
         "cpu": without_margin(memory.available, memory.total) // num_sharers,
+        # the least margin: a share of a large disk would be more than the room that many have
         "disk": without_margin(shutil.disk_usage(existing_folder(folder)).free, 0) // num_sharers,
     }
     return {

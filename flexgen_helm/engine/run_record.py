@@ -96,6 +96,7 @@ def run_record(
     what the other ranks say of themselves.
     """
     costs, tiers, runs = answers.costs(), executor.model.tiers, answers.runs
+    pipeline = executor.model.pipeline
     figures = throughput(costs, seconds)
     limits, policy = plan.limits, plan.policy
     hardware = _hardware(engine, tiers)
@@ -121,7 +122,7 @@ def run_record(
         "peak_bytes": {tier: ledger.peak for tier, ledger in tiers.ledgers.items()},
         "limit_bytes": {tier: ledger.limit for tier, ledger in tiers.ledgers.items()},
         "predicted_latency_s": None,
-        "roofline_s": figures["flops"] / hardware["matmul_flops"],
+        "roofline_s": figures["flops"] / (hardware["matmul_flops"] * pipeline.rank.size),
         "hardware": hardware,
         "versions": versions(),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -137,7 +138,7 @@ def run_record(
     part = executor.model.decoder.config
     layers = [part.layers_before, part.layers_before + part.num_layers]
     rank = {"layers": layers, **{key: record[key] for key in _OF_RANK}}
-    return record | executor.model.pipeline.record(len(runs), rank)
+    return record | pipeline.record(len(runs), rank)
 
 
 def _times(batches_s: float, seconds: float, tiers: TransferManager) -> dict[str, float]:
@@ -202,13 +203,10 @@ def _experts(experts: MoEConfig, counts: ExpertCounts) -> dict[str, Any]:
     }
 
 
-def add_prediction(
-    record: dict[str, Any], prediction: CostEstimate, product_flops: float, num_ranks: int
-) -> None:
+def add_prediction(record: dict[str, Any], prediction: CostEstimate, product_flops: float) -> None:
     """Add a prediction to a record.
 
     product_flops: rate of the fastest product that it was made with.
-    num_ranks: of the pipeline.
     """
     record["predicted_latency_s"] = prediction.latency_s
     record["predicted"] = {
@@ -219,8 +217,7 @@ def add_prediction(
     }
     # One rate bounds both: products may have been slower when the run began than when the machine
     # was measured.
-    rate = max(record["hardware"]["matmul_flops"], product_flops)
-    record["hardware"]["matmul_flops"], record["roofline_s"] = (
-        rate,
-        record["flops"] / (rate * num_ranks),
-    )
+    hardware = record["hardware"]
+    rate = max(hardware["matmul_flops"], product_flops)
+    record["roofline_s"] *= hardware["matmul_flops"] / rate
+    hardware["matmul_flops"] = rate

@@ -247,7 +247,9 @@ def _read_record(kind: type[_Record], data: Any, where: str) -> _Record:
         raise UsageError(f"{where}: {', '.join(unknown)} not known")
     hints = get_type_hints(kind)
     values = {
-        name: _read_value(hints[name], name, value, f"{where}.{name}")
+        name: math.inf  # JSON has no infinity
+        if value is None and fields[name].default == math.inf
+        else _read_value(hints[name], name, value, f"{where}.{name}")
         for name, value in data.items()
     }
     try:
@@ -259,8 +261,6 @@ def _read_record(kind: type[_Record], data: Any, where: str) -> _Record:
 def _read_value(hint: Any, name: str, value: Any, where: str) -> Any:
     """Read one field from JSON. hint: its annotation; name: the field's."""
     if hint in (int, float):
-        if value is None and hint is float:
-            return math.inf  # JSON has no infinity
         largest = 1 if name in _AT_MOST_ONE else 1e300
         if (
             isinstance(value, bool)

@@ -123,6 +123,7 @@ def loops_for(stored: RowLayout) -> MatrixLoops:
         "_STEP_VALUES": stored.values,
         "_STEP_BYTES": stored.bytes,
         "_MAX_FEW_ROWS": stored.few_rows,
+        # code for these values of `rows`, `is_first` and `is_last`
         "_multiply_stored": ir_statement((1, REGISTER_ROWS), (1,), (1,))(
             partial(write_product, stored)
         ),

@@ -154,7 +154,7 @@ class KVCache:
         block, slot = seat
         storage_layer, cache = self._storage_layer(layer), self._open(block)
         if self._window is not None:
-            cache.newest.write(storage_layer, slot, self._window.encode_prompt(*keys_values))
+            cache.newest.write(storage_layer, slot, self._window.encode_ring(*keys_values))
         if len(units[0]):
             planes = self.copy_to_host("cache", *units) if cache.attends_on_host else units
             cache.storage.write(storage_layer, slot, planes)

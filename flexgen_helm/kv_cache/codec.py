@@ -376,7 +376,7 @@ class WindowCodec(PlainCodec):
         )
         return (torch.stack(versions, 1),)
 
-    def encode_prompt(self, k: Tensor, v: Tensor) -> Planes:
+    def encode_ring(self, k: Tensor, v: Tensor) -> Planes:
         """Encode the last tokens of a prompt [S, Hk, D] in the order of the ring."""
         (newest,) = self.encode(k[-self.ring_units :], v[-self.ring_units :])
         return (newest.roll(len(k), 0),)
@@ -385,7 +385,7 @@ class WindowCodec(PlainCodec):
         """Return keys and values [B, Hk, W, D] of a window in memory.
 
         seen_quantized: [B, W], tokens whose round trip is seen; None where no token is quantized
-            for itself.
+            by itself.
         """
         newest = window[:, :2]
         if seen_quantized is not None:

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from flexgen_helm.errors import MemoryLimitError
-from flexgen_helm.kv_cache.codec import (
-    Codec,
-    Planes,
-    QuantizedCodec,
-    SlotIndex,
-    total_bytes,
-    zeros,
-)
+from flexgen_helm.kv_cache.codec import Codec, Planes, QuantizedCodec, SlotIndex, total_bytes, zeros
 from flexgen_helm.kv_cache.storage import MemoryStorage, Storage
 from flexgen_helm.offload.copy_engine import Launched
 from flexgen_helm.offload.disk import DirectFile

@@ -202,7 +202,7 @@ class CudaCopyEngine(CopyEngine):
             )
         return torch.from_numpy(np.asarray(registered))[:num_bytes]
 
-    def limit(self, num_bytes: float) -> None:
+    def limit_device_memory(self, num_bytes: float) -> None:
         """Let this process allocate no more device memory, for whatever use, until `close`;
         infinity: no limit.
 

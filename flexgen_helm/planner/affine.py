@@ -13,6 +13,8 @@ from flexgen_helm.tiers import KINDS, TIERS, Kind, Tier
 # [10]: coefficients of the fractions of weights, KV cache and hidden states on gpu, cpu and disk,
 # and a constant.
 Affine = NDArray[np.float64]
+# [10]: the fractions, and 1: `form @ fractions` is the value of a form.
+FractionVector = NDArray[np.float64]
 WG, WC, WD, CG, CC, CD, HG, HC, HD, ONE = range(10)
 WEIGHTS: Mapping[Tier, int] = {"gpu": WG, "cpu": WC, "disk": WD}
 CACHE: Mapping[Tier, int] = {"gpu": CG, "cpu": CC, "disk": CD}
@@ -33,14 +35,14 @@ def affine(constant: float = 0.0, terms: Mapping[int, float] | None = None) -> A
     return form
 
 
-def fraction_vector(policy: Policy, has_gpu: bool) -> Affine:
-    """Return the fractions of a policy as the vector that forms are multiplied with."""
+def fraction_vector(policy: Policy, has_gpu: bool) -> FractionVector:
+    """Return the fractions of a policy, in the order of `COLUMNS`."""
     return np.array(
         [*(part for kind in KINDS for part in policy.tier_fractions(kind, has_gpu).values()), 1.0]
     )
 
 
-def fractions_by_kind(fractions: Affine) -> dict[Kind, dict[Tier, float]]:
+def fractions_by_kind(fractions: FractionVector) -> dict[Kind, dict[Tier, float]]:
     """Return the fractions of weights, cache and hidden states by tier."""
     return {
         kind: {tier: float(fractions[columns[tier]]) for tier in TIERS}

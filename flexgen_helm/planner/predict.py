@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, Affine, fraction_vector
+from flexgen_helm.planner.affine import COLUMNS, WEIGHTS, FractionVector, fraction_vector
 from flexgen_helm.planner.cost_model import (
     CHANNELS,
     RESOURCES,
@@ -88,8 +88,7 @@ def predict(
         fractions = placed_fractions(problem, policy)
     else:
         fractions = fraction_vector(policy, problem.compute_tier == "gpu")
-    # Without reads a tier has the same share of every matrix. Experts are not divided: each is on
-    # one tier.
+    # None: every matrix is divided by the fractions. Experts are not: each is on one tier.
     has_reads = rounded or problem.config.experts is not None
     return evaluate(
         problem, shape, fractions, weight_reads(problem, policy, fractions) if has_reads else None
@@ -98,7 +97,7 @@ def predict(
 
 def cache_blocks(problem: PlanningProblem, batch_size: int, num_batches: int) -> list[int]:
     """Return the sequences of each cache block, in the order in which they are placed."""
-    shape = BlockShape(batch_size, num_batches, ZIGZAG)
+    shape = BlockShape(batch_size, num_batches, ZIGZAG)  # whose sizes alone count
     if not problem.endless:
         shape = shrunk(shape, problem.workload.num_sequences)
     batch, left = shape.gpu_batch_size, int(shape.num_sequences)
@@ -112,16 +111,20 @@ def cache_blocks(problem: PlanningProblem, batch_size: int, num_batches: int) ->
 
 
 @lru_cache(maxsize=16)  # blocks of many shapes, and scenarios of a suite, place weights alike
-def _placed(storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]) -> Mapping[str, Tier]:
+def _weight_tiers(
+    storage: StorageSizes, fractions: tuple[tuple[Tier, float], ...]
+) -> Mapping[str, Tier]:
     return choose_tiers(storage.matrices, dict(fractions))
 
 
-def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
+def placed_fractions(problem: PlanningProblem, policy: Policy) -> FractionVector:
     """Return the fractions as the engine achieves them: it places whole matrices and whole cache
     blocks.
     """
     has_gpu = problem.compute_tier == "gpu"
-    weights = _placed(problem.storage, tuple(policy.tier_fractions("weights", has_gpu).items()))
+    weights = _weight_tiers(
+        problem.storage, tuple(policy.tier_fractions("weights", has_gpu).items())
+    )
     blocks = cache_blocks(problem, policy.gpu_batch_size, policy.num_gpu_batches)
     cache = {str(number): sequences for number, sequences in enumerate(blocks)}
     fractions = fraction_vector(policy, has_gpu)
@@ -136,7 +139,7 @@ def placed_fractions(problem: PlanningProblem, policy: Policy) -> Affine:
 
 
 def weight_reads(
-    problem: PlanningProblem, policy: Policy, fractions: Affine
+    problem: PlanningProblem, policy: Policy, fractions: FractionVector
 ) -> dict[Tier, WeightReads]:
     """Return what passes read of each tier's weights, per share that `fractions` says the tier
     has.
@@ -159,7 +162,7 @@ def _read_bytes(
 ) -> dict[Tier, Counter[str]]:
     """Return what passes read of each tier, by the fields of `WeightReads`."""
     sums = {tier: Counter[str]() for tier in TIERS}
-    placed, experts = _placed(storage, fractions), set[str]()
+    placed, experts = _weight_tiers(storage, fractions), set[str]()
     for name, kind in matrix_kinds(storage.config).items():
         reads, num_bytes = sums[placed[name]], storage.matrices[name]
         if kind == "layer":
@@ -195,7 +198,7 @@ def as_placed(problem: PlanningProblem, policy: Policy) -> Policy:
 def evaluate(
     problem: PlanningProblem,
     shape: BlockShape,
-    fractions: Affine,
+    fractions: FractionVector,
     reads: Mapping[Tier, WeightReads] | None = None,
 ) -> CostEstimate:
     """Predict the cost of the whole workload in blocks of one shape; reads: see `block_costs`."""
@@ -203,7 +206,7 @@ def evaluate(
     if not problem.endless:
         shape = shrunk(shape, workload.num_sequences)
     resident = bool(fractions[WEIGHTS[problem.compute_tier]] >= 1 - 1e-9)
-    if not shape.passes:
+    if not shape.passes:  # only streamed weights are read once a pass
         shape = replace(shape, passes=1 if resident else _fewest_passes(problem, shape, fractions))
     costs = block_costs(problem, shape, resident, reads)
     prefill_s, decode_s = _phase_seconds(problem, costs, fractions)
@@ -216,7 +219,7 @@ def evaluate(
         phase: {
             name: passes * float(form @ fractions)
             for name, form in times.items()
-            if name not in CHANNELS
+            if name not in CHANNELS  # bounds of a pass, no resources
         }
         for phase, (times, passes) in phases.items()
     }
@@ -237,7 +240,9 @@ def evaluate(
     )
 
 
-def workload_seconds(problem: PlanningProblem, costs: BlockCosts, fractions: Affine) -> float:
+def workload_seconds(
+    problem: PlanningProblem, costs: BlockCosts, fractions: FractionVector
+) -> float:
     """Return the seconds of all blocks, the last of which may be smaller; of one block if the
     workload is endless.
     """
@@ -271,7 +276,7 @@ def shrunk(shape: BlockShape, sequences: int) -> BlockShape:
 
 
 def _phase_seconds(
-    problem: PlanningProblem, costs: BlockCosts, fractions: Affine
+    problem: PlanningProblem, costs: BlockCosts, fractions: FractionVector
 ) -> tuple[float, float]:
     """Return the seconds of a block's prefill and of its decoding."""
     prefill_s = pass_seconds(costs.prefill, fractions, problem.overlap_share)
@@ -280,7 +285,7 @@ def _phase_seconds(
     ) * costs.decode_passes
 
 
-def _fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: Affine) -> int:
+def _fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: FractionVector) -> int:
     """Return the fewest passes over a block's prompts that have room, or the most there may be."""
 
     def fits(passes: int) -> bool:
@@ -293,7 +298,7 @@ def _fewest_passes(problem: PlanningProblem, shape: BlockShape, fractions: Affin
 
 
 def _memory(
-    problem: PlanningProblem, costs: BlockCosts, fractions: Affine
+    problem: PlanningProblem, costs: BlockCosts, fractions: FractionVector
 ) -> tuple[dict[Tier, TierMemory], dict[Tier, int]]:
     """Return peak, limit and workspace of each tier, and the missing bytes."""
     memory: dict[Tier, TierMemory] = {}

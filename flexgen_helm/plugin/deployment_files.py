@@ -118,5 +118,5 @@ def _without_empty(entry: Entry) -> Entry:
     return {
         name: value
         for name, value in entry.items()
-        if value not in (None, False) and name != "deployment_names"
+        if value is not None and value is not False and name != "deployment_names"
     }

@@ -36,10 +36,11 @@ def explain_failure(error: Exception, data: Path | None) -> str:
     cause = _REQUEST.split(explain(error).strip())[0].partition("\n")[0]
     resource = re.search(r"Resource\s+(?:\x1b\[\d+m)*'?([\w/.-]+)", str(error))
     if isinstance(error, LookupError) and resource:
+        needed = "the run needs" if data else "all answers are stored, but a metric needs"
+        rest = "runs what is missing" if data else "only computes the metrics"
         return (
-            f"all answers are stored, but a metric needs NLTK's '{resource[1]}'. On a machine with "
-            f"network: python -m nltk.downloader {resource[1]}; then the same command only "
-            "computes the metrics."
+            f"{needed} NLTK's '{resource[1]}'. On a machine with network: python -m "
+            f"nltk.downloader {resource[1]}; then the same command {rest}."
         )
     if not _is_network_error(error):
         return cause

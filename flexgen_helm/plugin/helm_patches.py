@@ -50,7 +50,7 @@ from flexgen_helm.plugin.submission import (
 )
 from flexgen_helm.plugin.usage import HelmRun
 from flexgen_helm.progress import observed_by
-from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, LAST_FILE, RUN_FILE, SPEC_FILE
+from flexgen_helm.report.run_folder import DRY_RUN_FOLDER, INSTANCE_STATS_FILE, RUN_FILE, SPEC_FILE
 
 METRIC_CLASS = "flexgen_helm.plugin.metrics.FlexgenThroughputMetric"
 PATCHES: list[HelmPatch] = []
@@ -254,8 +254,8 @@ def _write(original: Callable[[str, str], None], file_path: str, content: str) -
         with naming(path):
             return original(file_path, content)
     if path.name == SPEC_FILE:
-        (path.parent / LAST_FILE).unlink(missing_ok=True)
-    if path.name == LAST_FILE:
+        (path.parent / INSTANCE_STATS_FILE).unlink(missing_ok=True)
+    if path.name == INSTANCE_STATS_FILE:
         run.write()
     replace_text(path, content)
 

@@ -14,7 +14,7 @@ from flexgen_helm.plugin.compared_prompts import recorded_request
 from flexgen_helm.plugin.context import get_context
 from flexgen_helm.plugin.convert import to_helm_request, to_request_result
 from flexgen_helm.plugin.score_check import check_scores, state_name
-from flexgen_helm.report.run_folder import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
+from flexgen_helm.report.run_folder import INSTANCE_STATS_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
 from flexgen_helm.report.scores import RunScores, read_finished_runs
 from flexgen_helm.report.verification import AnswerFile, RecordedAnswer
 from flexgen_helm.service.models import ModelArguments
@@ -30,7 +30,7 @@ def recorded_runs(suite: Path) -> tuple[list[AnswerFile], list[str]]:
     runs = read_finished_runs(suite)
     skipped = {path.parent for path in suite.glob(f"*/{SPEC_FILE}")} - {run.folder for run in runs}
     for folder in sorted(skipped):
-        if (folder / LAST_FILE).exists() and (folder / RUN_FILE).exists():
+        if (folder / INSTANCE_STATS_FILE).exists() and (folder / RUN_FILE).exists():
             raise FlexgenError(
                 f"a file in {folder} is damaged; make the run again with flexgen-helm run"
             )

@@ -14,7 +14,7 @@ from helm.common.general import asdict_without_nones
 from flexgen_helm.errors import UsageError
 from flexgen_helm.files import read_object
 from flexgen_helm.progress import Message, report
-from flexgen_helm.report.run_folder import LAST_FILE, SPEC_FILE, differing_settings
+from flexgen_helm.report.run_folder import INSTANCE_STATS_FILE, SPEC_FILE, differing_settings
 from flexgen_helm.report.scores import entry_of
 from flexgen_helm.units import count
 
@@ -62,7 +62,7 @@ def report_other_settings(runner: Runner, run_specs: Sequence[RunSpec]) -> None:
     """
     for run_spec in run_specs:
         folder = Path(runner.runs_path) / run_spec.name
-        if (folder / LAST_FILE).is_file():
+        if (folder / INSTANCE_STATS_FILE).is_file():
             recorded = read_object(folder / SPEC_FILE).get("adapter_spec", {})
             if differing := differing_settings(recorded, _adapter(run_spec), ", now "):
                 report(

@@ -35,7 +35,7 @@ from flexgen_helm.plugin.convert import parse_request
 from flexgen_helm.plugin.helm_patches import METRIC_CLASS
 from flexgen_helm.plugin.request_lines import ANSWER, digest_of, request_lines
 from flexgen_helm.plugin.sample_blocks import joining_shares
-from flexgen_helm.report.run_folder import LAST_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
+from flexgen_helm.report.run_folder import INSTANCE_STATS_FILE, RUN_FILE, SPEC_FILE, STATE_FILE
 from flexgen_helm.report.scores import RunScores, entry_of
 from flexgen_helm.report.verification import ScoreCheck, disagreements, leaves, one_line
 from flexgen_helm.service.models import ModelArguments
@@ -125,7 +125,16 @@ def _runner(suite: Path) -> Runner:
     output = str(suite.parent.parent)
     helm_run.set_benchmark_output_path(output)
     spec = ExecutionSpec(None, Authentication(""), "prod_env", parallelism=1, dry_run=True)
-    return Runner(spec, output, suite.name, False, False, False, False, True)
+    return Runner(
+        spec,
+        output,
+        suite.name,
+        skip_instances=False,
+        cache_instances=False,
+        cache_instances_only=False,
+        skip_completed_runs=False,
+        exit_on_error=True,
+    )
 
 
 def _run_spec(run: RunScores, check: ScoreCheck) -> RunSpec | None:
@@ -141,7 +150,9 @@ def _run_spec(run: RunScores, check: ScoreCheck) -> RunSpec | None:
     description = entry or name.replace(adapter["model"].replace("/", "_"), adapter["model"])
     limits = adapter.get("max_eval_instances"), adapter["num_train_trials"]
     try:
-        specs = helm_run.run_entries_to_run_specs([RunEntry(description, 1, None)], *limits)
+        specs = helm_run.run_entries_to_run_specs(
+            [RunEntry(description, priority=1, groups=None)], *limits
+        )
     except Exception as error:  # of any run spec function
         check.not_checked(f"questions and scores of {run.name}", error)
         return None
@@ -266,11 +277,13 @@ def _compare_statistics(run: RunScores, spec: RunSpec, runner: Runner, check: Sc
             made.per_instance_stats.extend(result.per_instance_stats)
     if check.differences:
         return
-    whole = {"stats": [*map(asdict_without_nones, remove_stats_nans(made.aggregated_stats))]}
-    parts = map(asdict_without_nones, remove_per_instance_stats_nans(made.per_instance_stats))
-    for file, rows in ("stats.json", [whole]), (LAST_FILE, [*parts]):
+    run_stats = {"stats": [*map(asdict_without_nones, remove_stats_nans(made.aggregated_stats))]}
+    instance_stats = map(
+        asdict_without_nones, remove_per_instance_stats_nans(made.per_instance_stats)
+    )
+    for file, rows in ("stats.json", [run_stats]), (INSTANCE_STATS_FILE, [*instance_stats]):
         content = json.loads((run.folder / file).read_bytes())
-        recorded = _by_name(content if file == LAST_FILE else [{"stats": content}])
+        recorded = _by_name(content if file == INSTANCE_STATS_FILE else [{"stats": content}])
         computed = _by_name(json.loads(json.dumps(rows)))
         if absent and (names := sorted({name.split()[0] for name in recorded.keys() - computed})):
             check.not_checked(f"{', '.join(names)} of {run.name}, {file}", "; ".join(absent))

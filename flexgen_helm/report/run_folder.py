@@ -14,7 +14,7 @@ from flexgen_helm.files import read_object
 
 # In the order in which a run writes them.
 SPEC_FILE, STATE_FILE = "run_spec.json", "scenario_state.json"
-RUN_FILE, LAST_FILE = "flexgen_run.json", "per_instance_stats.json"
+RUN_FILE, INSTANCE_STATS_FILE = "flexgen_run.json", "per_instance_stats.json"
 DRY_RUN_FOLDER = "dry_run"  # below a run's folder: what a dry run writes
 # HELM's flags for entries of an adapter spec.
 _FLAGS = {"max_eval_instances": "-m", "num_train_trials": "-t"}

@@ -21,7 +21,7 @@ from flexgen_helm.quant.precisions import PRECISIONS
 from flexgen_helm.report.answers import is_answered, is_choice, state_text
 from flexgen_helm.report.metrics import MAIN_METRICS, MAX_SHOWN, metric_named
 from flexgen_helm.report.run_folder import (
-    LAST_FILE,
+    INSTANCE_STATS_FILE,
     RUN_FILE,
     data_set_size,
     read_instances,
@@ -297,7 +297,7 @@ def read_scores(folder: Path) -> RunScores:
     file = folder / RUN_FILE
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     # The last file that HELM writes: without it the others are those of an earlier call.
-    per_instance = json.loads((folder / LAST_FILE).read_text(encoding="utf-8"))
+    per_instance = json.loads((folder / INSTANCE_STATS_FILE).read_text(encoding="utf-8"))
     return RunScores(folder.name, scores, record, _instances_frame(per_instance, scores), folder)
 
 

@@ -17,11 +17,9 @@ def into_lanes(
 ) -> tuple[list[list[Request]], SchedulerLimits]:
     """Return the requests of each lane, and what a pass of one lane may hold.
 
-    A process alone has one lane. Ranks of a pipeline have a lane each, or fewer: each lane has room
-    for the longest request with one shared prefix.
+    Ranks have a lane each, or fewer: each lane has room for the longest request with one shared
+    prefix.
     """
-    if num_ranks == 1:
-        return [[*requests]], limits
     if schedule.is_single_pass:
         num_lanes = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_states))
     else:

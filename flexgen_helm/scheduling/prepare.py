@@ -48,7 +48,10 @@ def prepare(
     for number, request in enumerate(requests):
         try:
             _require_texts(request, tokenizer, chat)
-            if chat is not None and (text := chat.render(request)) is not None:
+            # a score is of the text itself
+            generates = request.max_tokens and not request.echo_logprobs
+            to_render = request.prompt if generates else None
+            if chat is not None and (text := chat.render(request.messages, to_render)) is not None:
                 texts[number] = text
                 rendered.add(number)
             elif request.prompt is not None:

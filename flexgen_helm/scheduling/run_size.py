@@ -63,16 +63,17 @@ def planned_workload(
     if not lengths:
         return None
     multiple = 1 if cache_format is None else cache_format.prefix_multiple
-    saved_tokens = 0
+    saved_by_prefixes = saved_by_completions = 0
     if with_prefixes and multiple is not None:
         users = (request.prefix_users(cache_format is not None) for request in requests)
         forest = shared_prefixes(users, replace(cost, group_tokens=multiple))
-        saved_tokens = sum(prefix.saved for prefix in prefixes_of(forest))
+        saved_by_prefixes = sum(prefix.saved for prefix in prefixes_of(forest))
     for request in requests:
         # its completions share the whole prompt
         if cache_format is None or not request.original.max_fed_tokens:
-            saved_tokens += (request.num_completions - 1) * len(request.tokens)
-    return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
+            saved_by_completions += (request.num_completions - 1) * len(request.tokens)
+    scored = _scored_tokens(requests, saved_by_prefixes)
+    return Workload.of(lengths, saved_by_prefixes + saved_by_completions, scored)
 
 
 def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Workload:
@@ -85,10 +86,14 @@ def drawn_workload(requests: abc.Sequence[Request], saved_tokens: int) -> Worklo
         for drawn, resumed in [(c.num_drawn, c.num_resumed) for c in request.completions]
         or [(0, 0)]
     ]
-    return Workload.of(lengths, saved_tokens, _scored_tokens(requests, saved_tokens))
+    saved_by_completions = sum(
+        (request.num_completions - 1) * len(request.tokens) for request in requests
+    )
+    scored = _scored_tokens(requests, max(0, saved_tokens - saved_by_completions))
+    return Workload.of(lengths, saved_tokens, scored)
 
 
-def _scored_tokens(requests: abc.Sequence[Request], saved_tokens: int) -> int:
+def _scored_tokens(requests: abc.Sequence[Request], saved_by_prefixes: int) -> int:
     """Return how many prompt tokens pass the head: each of a request once, and those of a shared
     beginning once for all.
     """
@@ -96,14 +101,10 @@ def _scored_tokens(requests: abc.Sequence[Request], saved_tokens: int) -> int:
         max(0, len(request.tokens) - 1) for request in requests if request.original.echo_logprobs
     )
     total = sum(len(request.tokens) for request in requests)
-    saved_by_completions = sum(
-        (request.num_completions - 1) * len(request.tokens) for request in requests
-    )
     if not scored:
         return 0
     # Beginnings that are scored are taken to be shared as often as those that are not.
-    shared_share = max(0, saved_tokens - saved_by_completions) / total
-    return round(scored * max(0.0, 1 - shared_share))
+    return round(scored * max(0.0, 1 - saved_by_prefixes / total))
 
 
 def _expected_output(request: Request, num_resumed: int = 0) -> int:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from flexgen_helm.errors import RequestError, UsageError
-from flexgen_helm.request import GenerationRequest, ThinkingFormat, ThinkingMarks
+from flexgen_helm.request import ThinkingFormat, ThinkingMarks
 from flexgen_helm.tokenizer import DATE
 from flexgen_helm.tokenizer.thinking import MARKS, WRAPPERS
 
@@ -61,22 +61,13 @@ class ChatFormat:
     reason: str
     options: ChatOptions
 
-    def render(self, request: GenerationRequest) -> str | None:
-        """Return the text of a request that goes through the template; None for one that does not.
-
-        Plain prompts do if the format applies to them, and if they generate: a score is of the text
-        itself.
+    def render(self, messages: Sequence[Message] | None, prompt: str | None) -> str | None:
+        """Return the text of messages, or of a plain prompt if the format applies to it; None for
+        what does not go through the template.
         """
-        if request.messages is not None:
-            return self.render_messages(request.messages)
-        if (
-            self.applied
-            and request.prompt is not None
-            and request.max_tokens
-            and not request.echo_logprobs
-        ):
-            return self.render_prompt(request.prompt)
-        return None
+        if messages is not None:
+            return self.render_messages(messages)
+        return self.render_prompt(prompt) if self.applied and prompt is not None else None
 
     def render_prompt(self, text: str) -> str:
         """Return a plain prompt as the turn of a user. Raises `RequestError` where the template

@@ -196,6 +196,7 @@ def test_weights_that_the_disk_has_already_need_no_more_room(
             "plan needs --model with --prompt-len and --gen-len or with -c FILE",
         ),
         ("--model opt-30b --prompt-len 512 --gen-len 0", "--gen-len 0"),
+        (f"opt-30b --model opt-13b {LENGTHS}", "two models are named"),
         ("--model opt-30b --prompt-len 2047 --gen-len 3", "2048 positions"),
         (f"--model opt-31b {LENGTHS}", "opt-30b"),
         (f"--model opt-30b {LENGTHS} --hardware t5", "t4"),

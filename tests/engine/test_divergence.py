@@ -315,7 +315,9 @@ def test_the_room_of_logits_is_known_before_anything_is_computed(engines, option
     asked, config = whole([[*range(2, 93)]] * 2), engines[0].model_config
     states = 91 * (config.num_layers + 1) * config.hidden_elements * by_layer
     base = Baseline([asked], config, options, by_layer)
-    assert base.num_bytes == base.rows.nbytes == base.logits.nbytes + base.states.nbytes + 4 * 180
+    assert (
+        base.num_bytes == base.elements.nbytes == base.logits.nbytes + base.states.nbytes + 4 * 180
+    )
     assert base.logits.nbytes + base.states.nbytes == 4 * (180 * VOCABULARY + states)
     base.remove()
     limited = replace(options, limits=MemoryLimits(disk=base.num_bytes + 5))

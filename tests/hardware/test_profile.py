@@ -63,6 +63,7 @@ def test_no_shipped_rate_exceeds_the_data_sheet(name):
         (lambda d: d["disk"].update(read_bytes_s=0), "more than 0"),
         (lambda d: d["disk"].update(read_bytes_s="fast"), "a number"),
         (lambda d: d.update(overlap=5), "overlap: a number from 0 to 1 is expected"),
+        (lambda d: d.update(overlap=None), "overlap: a number from 0 to 1 is expected"),
         (lambda d: d["link"].update(duplex=1.5), "duplex: a number from 0 to 1 is expected"),
         (lambda d: d["disk"].update(bytes=10**400), "at least 0"),
         (lambda d: d["gpu"].update(memory_bytes=0.5), "more than 0"),

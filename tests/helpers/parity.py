@@ -75,10 +75,10 @@ def seeing_longer_neighbours(
     """Attend as `attend_segments`, but decoding tokens see the columns of the longest: what a leak
     would be.
     """
-    table, rows, _ = segments
-    last = rows[table.jobs["end_segment"] - 1]  # of each job, its sequence's cache
-    if rows["slot"].any():
+    table, records, _ = segments
+    last = records[table.jobs["end_segment"] - 1]  # of each job, its sequence's cache
+    if records["slot"].any():
         longest = last["length"].max()
-        rows["length"][table.jobs["end_segment"] - 1] = longest
+        records["length"][table.jobs["end_segment"] - 1] = longest
         table = replace(table, positions=last["position"] + longest - 1)
-    return attend_segments(q, segments._replace(table=table, rows=rows), *rest)
+    return attend_segments(q, segments._replace(table=table, records=records), *rest)

@@ -302,6 +302,9 @@ def test_a_file_that_cannot_be_downloaded_is_named_with_address_and_place(tmp_pa
         and f"Copy it to {file} from" in said
     )
     assert f"could not be downloaded from {address} (" in explain_failure(error, file.parent)
+    missing = LookupError("Resource wordnet not found.")  # of a perturbation, or of a metric
+    assert explain_failure(missing, file.parent).startswith("the run needs NLTK's 'wordnet'")
+    assert explain_failure(missing, None).startswith("all answers are stored, but a metric needs")
     assert exit_code_of(error, file.parent) == 2  # data is missing
     # a metric, a defect
     assert exit_code_of(error, None) == exit_code_of(ValueError("wrong"), file.parent) == 1

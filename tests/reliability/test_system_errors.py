@@ -169,6 +169,9 @@ def test_advice_that_does_not_help_is_not_given(number):
         assert HELPS[number] in explain(error)
     in_rust = RuntimeError(f"I/O error: something (os error {number})")
     assert (found := system_error(in_rust)) is not None and found.errno == number
+    of_a_library = OSError(f"{os.strerror(number)} (os error {number})")  # no number of its own
+    assert explain(of_a_library).startswith(f"a file cannot be used: {os.strerror(number)}; ")
+    assert HELPS[number] in explain(of_a_library)
     assert system_error(OSError(2, "No such file or directory")) is None
 
     def read() -> object:
