@@ -36,7 +36,9 @@ def system_error(error: BaseException | None) -> OSError | None:
         if code is None and (in_text := _OS_ERROR.search(str(error))):
             code = int(in_text[1])
         if _REMEDIES.get(code or 0):
-            return error if isinstance(error, OSError) else OSError(code, os.strerror(code or 0))
+            if isinstance(error, OSError) and error.errno is not None:
+                return error
+            return OSError(code, os.strerror(code or 0))
         error = error.__cause__ or error.__context__
     return None
 
