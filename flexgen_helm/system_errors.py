@@ -25,7 +25,7 @@ _REMEDIES = {
 }
 # Errors of a disk, against which another folder helps, too; it may help against unknown ones.
 _OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-# How libraries in Rust and PyTorch say it.
+# How libraries say it: Rust "… (os error 28)", PyTorch "… in mode: No space left on device (28)".
 _OS_ERROR = re.compile(r"(?:\(os error |(?:mode|>): [A-Z][\w ]+ \()(\d+)\)")
 
 

@@ -4,8 +4,6 @@ of bytes and seconds.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 
 def size(num_bytes: float) -> str:
     """Return '12.3 GiB', '345 MiB' or '17 B': three significant digits or more."""
@@ -35,8 +33,9 @@ def size_argument(num_bytes: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return 'h:mm:ss', or 'm:ss' below one hour."""
-    text = str(timedelta(seconds=round(seconds)))
-    return text.removeprefix("0:").removeprefix("0")
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def spelled_duration(seconds: float) -> str:

@@ -53,7 +53,7 @@ class GgufCheckpoint(Checkpoint):
         _require_language_model(path, header, architecture_name)
         self._parts, tensors = _read_parts(path, header)
         for tensor in tensors.values():
-            _require_read_vector(tensor)
+            _require_whole(tensor)
             _require_known_type(tensor)
         architecture = architecture_of_gguf(architecture_name)
         factor_names = _ROPE_FACTORS.get(architecture.name, ())
@@ -120,7 +120,7 @@ def _require_language_model(path: Path, header: GgufHeader, architecture: str) -
         )
 
 
-def _require_read_vector(tensor: StoredTensor) -> None:
+def _require_whole(tensor: StoredTensor) -> None:
     if (missing := tensor.offset + tensor.size - tensor.file.size) > 0:
         raise CheckpointError(
             f"{tensor.file.path} is cut: it ends {missing} bytes before the end of tensor "
@@ -202,8 +202,9 @@ def _read_vector(stored: StoredTensor) -> torch.Tensor:
 
 
 def _dequantize(stored: StoredTensor, start: int, count: int) -> torch.Tensor:
-    """Return `count` rows from `start` on in float32, by the `gguf` package; elements of a vector,
-    of whole blocks.
+    """Return `count` rows from `start` on in float32, by the `gguf` package.
+
+    Of a vector they are elements: all of it is dequantized, and then cut.
     """
     row_bytes = stored.size // prod(stored.shape[:-1])
     first, rows = (start, count) if len(stored.shape) > 1 else (0, 1)

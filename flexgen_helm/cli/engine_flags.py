@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -29,10 +29,6 @@ from flexgen_helm.hardware.cuda_presence import require_cuda, why_no_cuda
 from flexgen_helm.hardware.host_memory import host_memory, lacking_address_space
 from flexgen_helm.tiers import MemoryLimits
 from flexgen_helm.units import size, size_argument
-
-if TYPE_CHECKING:
-    pass
-
 
 ENGINE_FLAGS = tuple(flag.name for _, flag in FLAGS.values())
 
@@ -60,6 +56,7 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
             flag.name,
             metavar=flag.metavar,
             help=flag.help or OPTIONS[option].metadata["help"],
+            # flags that some commands alone have are about prompts
             rich_help_panel="Prompts" if flag.commands else "Engine",
             autocompletion=completing(functools.partial(list, flag.choices))
             if flag.choices
@@ -135,7 +132,7 @@ def to_arguments(options: EngineOptions) -> list[str]:
             value = (
                 None if (limit := getattr(value, flag.key or "")) is None else size_argument(limit)
             )
-        if option == "seed" and options.get("weights") != "dummy":
+        if option == "seed" and options.get("weights") != "dummy":  # --dummy-weights SEED
             continue
         if flag.metavar is None:
             words += [flag.name] if value is (not OPTIONS[option].default) else []

@@ -46,13 +46,15 @@ def quickstart(
     arguments = ["-r", _ENTRY, "-m", str(instances), "--suite", SUITE, "-o", str(output_path)]
     if code := run_and_show(arguments, {"precision": precisions}):
         raise typer.Exit(code)
-    folder, is_compared = output_path / "runs" / SUITE, "," in precisions
+    names = [name for name in map(str.strip, precisions.split(",")) if name]
+    folder, is_compared = output_path / "runs" / SUITE, len(names) > 1
     with Screen():
         report = read_suite(folder)
         write_report(report, suite_page(report), folder, [COMPARE_FILE] if is_compared else [])
     if is_compared:
         with Screen():
-            compare(SUITE, output_path, margin=MARGIN)
+            baseline = "fp16" if "fp16" in names else names[0]
+            compare(SUITE, output_path, baseline, margin=MARGIN)
     say(_NEXT)
 
 

@@ -113,7 +113,10 @@ def check_margin(points: float) -> float:
 def write_report(
     suite_report: SuiteReport, page: Page, folder: Path, beside: Collection[str] = ()
 ) -> None:
-    """Write a suite's report into its folder, as page and JSON; beside: as of `Page.to_html`."""
+    """Write a suite's report into its folder, as page and JSON.
+
+    beside: pages that will be written there too, so that this one links to them.
+    """
     from flexgen_helm.report.pages import REPORT_FILE
     from flexgen_helm.report.suite import suite_to_json
 

@@ -47,7 +47,7 @@ class Decoding:
 
     tokens: of the batch.
     on_host: the host computes attention.
-    positions: [B], of the tokens among their sequences' own tokens, where attention is computed.
+    positions: [B], of the tokens among their sequences' own tokens, on the device that attends.
     absolute: [B], the same counted from the first token of the text.
     target: where the cache takes their keys and values.
     """
@@ -105,14 +105,12 @@ class AttentionMetadata:
                 if sequence.needs_cache
                 else _forget
             )
-            yield StateGroup(
-                prompt.tokens, False, before, keep, sequence.kind is SequenceKind.SHARED_PREFIX
-            )
+            is_prefix = sequence.kind is SequenceKind.SHARED_PREFIX
+            yield StateGroup(prompt.tokens, False, before, keep, is_prefix=is_prefix)
         for decoding in self.decodes:
             states = cache.read_states(decoding.block, layer)
-            yield StateGroup(
-                decoding.tokens, True, states, partial(cache.write_states, decoding.block, layer)
-            )
+            keep = partial(cache.write_states, decoding.block, layer)
+            yield StateGroup(decoding.tokens, one_each=True, states=states, keep=keep)
 
     def prefetch(self, layer: int, cache: KVCache) -> None:
         """Begin to bring what this layer's attention reads, if it has been computed."""
@@ -198,7 +196,7 @@ class LayerAttention(Attend):
         out, lse = self.backend.attend(context, q, k, v)
         # [Hq], logits that take a share of each head's softmax and have no value
         if sinks is not None:
-            # PyTorch's sigmoid follows an element's place in memory
+            # bits of PyTorch's sigmoid depend on an element's place in memory
             share = (torch.exp(sinks - lse) + 1).reciprocal()
             out = out * share.to(out.dtype)[..., None]
         return out
@@ -215,8 +213,8 @@ def _forget(states: Tensor) -> None:
 def store_prompts(
     metadata: AttentionMetadata, context: LayerAttention, k: Tensor, v: Tensor
 ) -> Iterator[tuple[BatchPrompt, KeysValues]]:
-    """Store each prompt that anything reads later; yield it with its older tokens as quantizing
-    leaves them.
+    """Store each prompt that anything reads later; yield it with its older tokens, which a residual
+    window has left behind, as they are after quantization.
     """
     spans = [(prompt.tokens, prompt.sequence.needs_cache) for prompt in metadata.prompts]
     encoded = context.cache.codec.encode_prompts(k, v, spans)

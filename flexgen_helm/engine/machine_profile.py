@@ -234,8 +234,9 @@ class EngineProfile:
         """
         if self._known is not None or self._cannot_be_measured:
             return self._known
-        if not measure and load_saved(self._folder) is None:
-            return None
+        if not measure:
+            saved = load_saved(self._folder)
+            return None if saved is None else self._adapted(saved.profile)
         try:
             self._known = self._adapted(measured_profile(folder=self._folder))
         except (FlexgenError, OSError, RuntimeError) as error:

@@ -47,7 +47,8 @@ class OpenedModel:
     link: copies to and from the device; None where the host computes.
     why_not_float16: what keeps a bfloat16 checkpoint from being computed in float16, on a GPU
         without bfloat16.
-    given_dtype: of products; None for the fastest (`kernels.products`).
+    given_dtype: of products, where a small model is compared; None for the fastest
+        (`kernels.products`).
     """
 
     name: str
@@ -103,9 +104,12 @@ class OpenedModel:
         return engine_fingerprint(self.checkpoint, self.tokenizer, self.options, arithmetic)
 
     def in_float32(self, reason: Float16Error, rank: Rank) -> OpenedModel:
-        """Return the model as it is loaded after values were met that float16 does not have."""
+        """Return the model as it is loaded after values were met that float16 does not have; its
+        checkpoint is changed.
+        """
         self.checkpoint.read_as_float16(False)
         report(Message(f"products are in float32, which takes longer: {reason}"))
+        # the engine that met them has closed the link
         _, link = open_device(self.options.device, self.options.link_gb_s, rank)
         return replace(
             self, link=link, why_not_float16=f"the GPU has no bfloat16 products, and {reason}"
@@ -162,19 +166,19 @@ def fingerprint_elsewhere(
     options: EngineConfig,
     device: str,
     dtype: str,
-    bits: Sequence[str],
+    bit_deciders: Sequence[str],
 ) -> str | None:
     """Return the fingerprint that the engine has where products are in `dtype` on a `device`; None
     for no such type.
 
-    bits: what decides them there (`what_decides_bits`).
+    bit_deciders: what decides the bits of results there (`what_decides_bits`).
     """
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
         return None
     checkpoint, tokenizer = open_files(resolve(name_or_path, options.revision), options)
     device_type = "cpu" if device == "sim" else device.partition(":")[0]
-    arithmetic = Arithmetic(device_type, str(torch_dtype), tuple(bits))
+    arithmetic = Arithmetic(device_type, str(torch_dtype), tuple(bit_deciders))
     return engine_fingerprint(checkpoint, tokenizer, options, arithmetic)
 
 

@@ -65,7 +65,7 @@ def rotate_rows(args: Any, thread: Any, threads: Any) -> None:
 
     cos, sin: [tokens, size].
     """
-    size, width = args.size, args.width
+    size, width = args.rotated, args.width
     half = size // 2
     for token in range(args.tokens * thread // threads, args.tokens * (thread + 1) // threads):
         cos = floats(args.cos + token * size * 4, size)

@@ -27,7 +27,7 @@ _THREAD_ELEMENTS = 1 << 15
 # Arguments of the loops of `layer_loop`: addresses, strides in bytes, and sizes.
 NormArgs = namedtuple("NormArgs", "x x_stride y weight rows width constants")
 RotateArgs = namedtuple(
-    "RotateArgs", "x x_token_stride x_head_stride y cos sin tokens heads width size"
+    "RotateArgs", "x x_token_stride x_head_stride y cos sin tokens heads width rotated"
 )
 GateArgs = namedtuple("GateArgs", "activation x up elements")
 PutArgs = namedtuple(
@@ -103,7 +103,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tokens=tokens,
         heads=heads,
         width=width,
-        size=size,
+        rotated=size,
     )
     run_on_threads(module.rotate_rows, args, x.numel() // _THREAD_ELEMENTS)
     return y
@@ -185,7 +185,9 @@ def _ones(width: int) -> Tensor:
 
 
 def _examples() -> Iterator[Callable[[], Tensor]]:
-    """Each of the loops, with a width that is not whole vectors."""
+    """Each of the loops, with a width that is not whole vectors; `Loops` compares it with PyTorch
+    before it is used.
+    """
     draw, width = torch.Generator().manual_seed(0), 86
 
     def normal(*shape: int) -> Tensor:
@@ -203,6 +205,7 @@ def _examples() -> Iterator[Callable[[], Tensor]]:
 
 
 def _gated(activation: str, x: Tensor, up: Tensor | None) -> Tensor:
+    """Return what `gate` does, which leaves it to PyTorch where no loop is there."""
     formula = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
     y = gate(activation, x, up)
     return y if y is not None else formula if up is None else formula * up

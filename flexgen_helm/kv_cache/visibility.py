@@ -8,6 +8,9 @@ hide what is older still. So scores do not depend on batching, schedule or prefi
 Masks are made where attention is computed, from positions that are there. What can be known from
 the smallest and the largest position is known on the host, so that nothing waits for a device.
 
+A codec's `group_tokens` are those that it stores together, a format's those that are quantized
+together; they differ where tokens are quantized one by one.
+
 Shapes: B sequences of a block, t queries, S keys, W tokens of a residual window.
 """
 
@@ -159,7 +162,9 @@ def _plain_part(
 
 
 def whole_part(block: CacheBlock) -> DecodePart:
-    """Return all that the block's next queries see of a plain cache, without masks."""
+    """Return all that the block's next queries see of a plain cache, without masks, for compiled
+    loops, which mask by themselves.
+    """
     longest = max(sequence.num_computed for sequence in block.sequences)
     return DecodePart(slice(0, len(block.sequences)), longest + 1, {})
 

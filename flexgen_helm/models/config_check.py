@@ -28,6 +28,7 @@ def check_config(config: ModelConfig) -> None:
     _check_types(config)
     for field in fields(config):
         value = getattr(config, field.name)
+        # its annotation, a string with `from __future__ import annotations`
         if field.type == "int" and field.default is MISSING and value < 1:
             raise ValueError(f"{_title(field.name)} is {value!r}; it must be a positive integer")
     if config.num_layers > MAX_LAYERS:

@@ -111,8 +111,8 @@ def run_together(
 
 
 def wait_for_experts(tokens: RoutedTokens) -> Tensor:
-    """Return the results of a batch of `run_together`, [T, H], once those of the others are wanted,
-    too.
+    """Return the results of a batch of `run_together`, [T, H], once all its batches wait for
+    theirs.
     """
     from greenlet import getcurrent
 
@@ -155,6 +155,7 @@ def through_experts(batches: Sequence[RoutedTokens], announce: Announce) -> list
     ]
     announce(used, sum(sizes))
     if first.at_once:
+        assert count == 1, "experts that rest on the device wait for no other batch"
         return [_at_once(first, keys, tokens, shares, bounds)]
     out = [torch.zeros_like(batch.x) for batch in batches]
     for number in used:
@@ -181,19 +182,20 @@ def _at_once(
         x = batch.x.index_select(0, tokens[rows])
         results[rows] = batch.products(RowExperts(sizes, experts[rows]), x, shares[rows])
     out = torch.zeros_like(batch.x)
-    for of_rank in tokens.argsort(stable=True).view(len(out), -1).unbind(1):
-        out.add_(results.index_select(0, of_rank))
+    # Of each token a row: of its lowest expert number first, as `index_add_` has them above.
+    for rows_of_tokens in tokens.argsort(stable=True).view(len(out), -1).unbind(1):
+        out.add_(results.index_select(0, rows_of_tokens))
     return out
 
 
 def _tiles(bounds: Sequence[int]) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
     """Divide the rows between the first and the last bound into tiles; yield each with its parts
-    between two bounds.
+    between two bounds, and the number of the first of these.
     """
     for begin in range(bounds[0], bounds[-1], _EXPERT_ROWS):
         end = min(begin + _EXPERT_ROWS, bounds[-1])
         cuts = [min(max(begin, bound), end) for bound in bounds]
         yield (
             slice(begin, end),
-            [(i, slice(*cut)) for i, cut in enumerate(pairwise(cuts)) if cut[0] < cut[1]],
+            [(number, slice(*cut)) for number, cut in enumerate(pairwise(cuts)) if cut[0] < cut[1]],
         )

@@ -61,7 +61,7 @@ class TransferManager:
 
     def to_device(self, source: Tensor, kind: Kind, target: Tensor | None = None) -> Tensor:
         """Copy host memory to the device, into the first elements of `target` if given; block until
-        it has arrived.
+        it has arrived. target: flat.
 
         Returns `source` itself if the host computes.
         """
@@ -101,8 +101,8 @@ class TransferManager:
         return None if self.copy_engine is None else self.copy_engine.launched()
 
     def submit(self, name: str, transfer: Callable[[], Result], threads: int = 1) -> Future[Result]:
-        """Begin a transfer in the background thread of that name, or in one of so many, behind
-        those submitted before.
+        """Begin a transfer in the background thread of that name, behind those submitted before;
+        with several threads of it, in no order.
 
         Without overlap it runs before this returns. The future has its result or its error.
         """
@@ -165,8 +165,8 @@ class TransferManager:
 
     @property
     def peak_transfer_bytes(self) -> int:
-        """Memory of transfers that no ledger counts: pending stores, and one buffer in each
-        direction.
+        """Memory of transfers that no ledger counts: stores that wait and their buffer, and fetches
+        and theirs.
         """
         pending = self.peak_pending_store_bytes
         return pending + 2 * self.peak_fetch_bytes + min(pending, MAX_PENDING_STORE_BYTES)

@@ -1,7 +1,5 @@
 """Bytes moved between tiers, seconds of loading, storing and waiting, and uses of experts.
 Thread-safe counters.
-
-On request also what each thread did when, for a timeline.
 """
 
 from __future__ import annotations
@@ -108,8 +106,8 @@ class PassReads:
         self._stats, self._disk_bytes, self._ahead_bytes = stats, disk_bytes, ahead_bytes
         self._num_passes, self._pass_bytes = 1, disk_bytes
         self._earlier_bytes = 0  # that earlier passes read
-        # Times, and bytes of all kinds that were read until then, of the last reports: 2 s or more,
-        # or a few layers.
+        # Times, and bytes of all kinds that were read until then, of the last reports, so that the
+        # rate is a recent one.
         self._readings = deque([(time.perf_counter(), 0)], maxlen=20)
 
     def progress(self, num_passes: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from flexgen_helm.planner.predict import CostEstimate
 # Exponent by which one run moves a rate towards what it measured, and bounds of the factor before
 # it.
 _STEP, _MIN_FACTOR, _MAX_FACTOR = 0.5, 0.25, 4.0
-# Rates are corrected if the predicted share of the time is at least this: of a phase, and of what
-# was waited for.
+# Rates are corrected if the predicted share of the time is at least this: of a phase (of transfers
+# for the overlap), and of what was waited for.
 _PHASE_SHARE, _WAIT_SHARE = 0.1, 0.3
 _PHASES = ("prefill", "decode")
 
@@ -50,6 +50,7 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
         measured      prefill in all                  decode in all            wait of both
         compared      compute = in all - wait, which is divided between the phases as predicted
     """
+    # seconds of phases are of one block
     num_blocks = prediction.latency_s / (prediction.prefill_s + prediction.decode_s)
     # Predicted seconds of the run by phase and resource, each as if it were alone.
     alone = {
@@ -63,9 +64,10 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
     }
     run_s, wait_s = float(record["latency_s"]), float(record["time_s"]["wait"])
     phase_s = {phase: float(record[f"{phase}_s"]) for phase in _PHASES}
-    # Which phase waited is not measured: it is divided as predicted.
-    wait_ratio = wait_s / (sum(predicted_wait.values()) or 1.0)
-    compute = {phase: phase_s[phase] - wait_ratio * predicted_wait[phase] for phase in _PHASES}
+    # Which phase waited is not measured: it is divided as predicted, else by the phases' seconds.
+    waited = predicted_wait if sum(predicted_wait.values()) else phase_s
+    wait_ratio = wait_s / (sum(waited.values()) or 1.0)
+    compute = {phase: phase_s[phase] - wait_ratio * waited[phase] for phase in _PHASES}
     # prompts and single tokens in one pass, which is predicted as decoding
     is_mixed = not predicted_compute["prefill"]
     if is_mixed:
@@ -94,7 +96,7 @@ def corrections(prediction: CostEstimate, record: Mapping[str, Any]) -> dict[str
     measured_share = _hidden_share(transfers, list(compute.values()), sum(phase_s.values()))
     is_notable = not is_mixed and sum(map(sum, transfers)) > _PHASE_SHARE * run_s
     if is_notable and predicted_share is not None and measured_share is not None:
-        factors["overlap"] = _factor(measured_share, predicted_share)
+        factors["overlap"] = _factor(measured_share, predicted_share)  # more of it is a better rate
     return factors
 
 

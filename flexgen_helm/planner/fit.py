@@ -39,7 +39,7 @@ def weight_bytes(config: ModelConfig, precision: Precision) -> int:
 def fit(
     config: ModelConfig, precision: Precision, limits: Mapping[Tier, int], fetched_bytes: int = 0
 ) -> Fit:
-    """Return the slowest tier that takes a share of the weights, by the engine's rule of thumb.
+    """Say which tier is the slowest that takes weights, by the engine's rule of thumb.
 
     limits: bytes of each tier; 0 on a machine without a gpu.
     fetched_bytes: that a download takes of the disk first.
@@ -66,13 +66,13 @@ def _offloaded_bytes(
     limits: dict[Tier, int] = {"gpu": gpu, "cpu": cpu, "disk": UNLIMITED}
     machine = Machine(limits, compute_tier, _COMPUTE_DTYPES[compute_tier])
     nothing: dict[Tier, int] = {"cpu": 0, "disk": 0}
-    # As `place_weights` decides, to a matrix; most models end here.
+    # As `place_weights` decides, but for one matrix; most models need no rule of thumb.
     left = left_beside_all(model, machine)
     if left >= sequence_bytes(model, machine.compute_bytes):
         return nothing
     shares = rule_of_thumb(model, machine)
-    weight_bytes = {tier: int(share * model.matrix_bytes) for tier, share in shares.items()}
+    bytes_by_tier = {tier: int(share * model.matrix_bytes) for tier, share in shares.items()}
     staging = staging_sizes(model, machine.compute_limit).num_bytes
-    if missing_bytes(model, machine, weight_bytes, staging):
-        return nothing if left >= 0 else None
-    return {"cpu": weight_bytes["cpu"] if machine.has_gpu else 0, "disk": weight_bytes["disk"]}
+    if missing_bytes(model, machine, bytes_by_tier, staging):
+        return nothing if left >= 0 else None  # they fit, only without room for a sequence
+    return {"cpu": bytes_by_tier["cpu"] if machine.has_gpu else 0, "disk": bytes_by_tier["disk"]}

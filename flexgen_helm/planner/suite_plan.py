@@ -30,7 +30,8 @@ class EntryWorkload:
     entry: without its model.
     instances: of HELM, with one or more requests.
     lengths: of each sequence, tokens of the prompt, of the right answer, and most of an answer.
-    saved_tokens, scored_tokens: of the workload.
+    saved_tokens: of prompts, which shared beginnings save.
+    scored_tokens: of prompts, whose log-probabilities are wanted.
     """
 
     entry: str
@@ -106,7 +107,7 @@ class SuitePlan:
     @property
     def expected(self) -> Expectation:
         """Seconds of the better way."""
-        return Expectation(*map(min, astuple(self.as_one), astuple(self.one_by_one)))
+        return self.as_one if self.is_one_run else self.one_by_one
 
     @property
     def entries(self) -> list[EntryWorkload]:
@@ -150,7 +151,9 @@ def plan_suite(
     plan = make_plan(replace(problem, workload=suite_workload(entries), endless=False))
     planned = _suite_plan(plan, entries)
     by_precision: dict[str, SuitePlan | None] = {}
-    for name, in_precision in search_precisions(plan, None, None).items() if compare else ():
+    for name, in_precision in (
+        search_precisions(plan, schedule=None, max_latency=None).items() if compare else ()
+    ):
         if in_precision is plan:
             by_precision[name] = planned
         else:
@@ -191,6 +194,7 @@ def _seconds(plan: Plan, workload: Workload) -> float:
         return plan.solution.prediction.latency_s
     problem, solution = replace(plan.problem, workload=workload), plan.solution
     policy = solution.policy
+    # a single pass cannot take answers of more than one token
     while workload.mean_output == 1 or not solution.schedule.is_single_pass:
         prediction = predict(problem, policy, solution.schedule)
         if prediction.feasible:

@@ -39,7 +39,8 @@ def add_entries(folder: Path, names: list[str]) -> None:
     }
     for name in names:
         deployment = deployments.get_model_deployment(name)
-        # Where the user has an entry for it, HELM makes the metadata that it needs.
+        # Our patch of HELM answers for names that are in no table. Where the user has an entry,
+        # HELM makes the metadata that it needs.
         if name not in deployments.DEPLOYMENT_NAME_TO_MODEL_DEPLOYMENT:
             entries["model_deployments"].append(asdict(deployment))
             entries["models"].append(asdict(get_model_metadata(name)))
@@ -51,7 +52,9 @@ def add_entries(folder: Path, names: list[str]) -> None:
         path = folder / f"{'model_metadata' if key == 'models' else key}.yaml"
         # Without the lock, the entries of a run that starts now could be lost.
         with state_lock("prod_env.lock", timeout=60):
-            text = _text_with(path, key, {entry["name"]: _without_empty(entry) for entry in wanted})
+            text = _text_with(
+                path, key, {entry["name"]: _without_defaults(entry) for entry in wanted}
+            )
             if text is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(path, text)
@@ -108,10 +111,10 @@ def _is_ours(key: str, entry: Entry) -> bool:
         parsed: Any = cattrs.structure({"release_date": None, **entry}, kinds[key])
     except Exception:  # HELM says what is wrong with it, where it reads the file
         return False
-    return _without_empty(asdict(parsed)) == entry and registration.is_ours(parsed)
+    return _without_defaults(asdict(parsed)) == entry and registration.is_ours(parsed)
 
 
-def _without_empty(entry: Entry) -> Entry:
+def _without_defaults(entry: Entry) -> Entry:
     """Drop empty values, which HELM's readers fill in, and `deployment_names`, which HELM itself
     adds.
     """

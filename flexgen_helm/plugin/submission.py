@@ -38,6 +38,9 @@ class Submission(NamedTuple):
 def submission_of(executor: Executor, scenario_state: ScenarioState) -> Submission | None:
     """Return the requests of a scenario state for the service; None if they are not ours or must
     not be executed.
+
+    Says once which prompts go through a chat template and how many are clipped, and has signals end
+    the run from here on: requests are ours.
     """
     spec = executor.execution_spec
     model = model_of_adapter(scenario_state.adapter_spec) if is_executed(spec) else None

@@ -48,9 +48,10 @@ class ComputedPart(NamedTuple):
 class SuiteSample:
     """The part of a suite's instances that is scored; all of them unless `compute` is called.
 
-    until, margin: as of `run_suite`.
+    until, margin: as of `run_suite`; `compute` is given how much of that is left for it.
     share: of the instances of each run that the sample has.
-    growth: of the share since pairs were last looked at; None without a margin.
+    growth: of the share since pairs were last looked at, which is the part of the level that the
+        look may spend (`level_share`); None without a margin.
     """
 
     def __init__(self, until: float | None, margin: float | None) -> None:
@@ -101,7 +102,7 @@ class SuiteSample:
             joining,
             shares,
             lambda: 0.0 if has_ended else until - time.time(),
-            grow,
+            grow,  # None: not measured
             self.margin is not None,
         )
         if not self.share:
@@ -141,8 +142,8 @@ class SuiteSample:
 
 
 def baseline_of(models: Sequence[ModelArguments]) -> str:
-    """Return what the others are compared with: fp16, the first precision, or the first model where
-    it is alone.
+    """Return what the others are compared with: fp16, else the first precision; of models in one
+    precision the first.
     """
     precisions = [str(model.config.precision) for model in models]
     if len(set(models)) < 2:

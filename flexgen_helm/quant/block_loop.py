@@ -45,6 +45,7 @@ def loops_for(fmt: BlockFormat) -> MatrixLoops:
         raise NotImplementedError("this processor does not convert 16-bit numbers")
     # the loops' name must change with this file, whose code numba does not see
     digest = hashlib.sha256(Path(__file__).read_bytes() + repr(fmt).encode()).hexdigest()[:16]
+    # codes whose decoding costs more than the sums of twice the rows would save
     is_slow = len(fmt.codes.parts) > 1 or fmt.codes.floating or not HAS_AVX512
     few_rows = REGISTER_ROWS if is_slow else 2 * REGISTER_ROWS
     name, weights = f"{fmt.name}_{digest}", partial(_block_values, fmt)
@@ -60,25 +61,26 @@ def _block_values(fmt: BlockFormat, builder: Any, block: Any) -> Iterator[Any]:
     code_bits = sum(part.width for part in fmt.codes.parts)
     codes = fmt.codes.table or tuple(float(code - fmt.codes.zero) for code in range(1 << code_bits))
     by_table = fmt.codes.table is not None or HAS_AVX512 and code_bits <= 4
-    part, table = -1, None
+    # `group`: the values that share a scale, of `LANES` at least
+    group, table = -1, None
 
     def scaled(values: Any) -> Any:
         if zeros is not None:
-            values = builder.fsub(values, _broadcast(builder, zeros, part))
-        values = builder.fmul(values, _broadcast(builder, scales, part))
+            values = builder.fsub(values, _broadcast(builder, zeros, group))
+        values = builder.fmul(values, _broadcast(builder, scales, group))
         if fmt.factor != 1:
             values = builder.fmul(values, vector_of(fmt.factor))
         if offsets is None:
             return values
         return (builder.fsub if fmt.subtracts else builder.fadd)(
-            values, _broadcast(builder, offsets, part)
+            values, _broadcast(builder, offsets, group)
         )
 
     for first in range(0, fmt.block_values, LANES):
         integers = _integers(builder, block, fmt.codes, first, LANES)
-        if first * scales.type.count // fmt.block_values > part:
-            part += 1
-            # The 16 values that codes of this part can have, scaled. The integers' lowest 4 bits
+        if first * scales.type.count // fmt.block_values > group:
+            group += 1
+            # The 16 values that codes of this group can have, scaled. The integers' lowest 4 bits
             # permute them.
             if HAS_AVX512 and by_table:
                 table = scaled(ir.Constant(VECTOR, list(codes) * (16 // len(codes))))
@@ -99,7 +101,7 @@ def _products(builder: Any, fmt: BlockFormat, block: Any, factors: tuple[Numbers
         factor = _numbers(builder, fmt, block, numbers)
         if product is None:
             product = factor
-        elif fmt.divides:
+        elif fmt.divides:  # the first factor divides the second
             product = builder.fdiv(factor, _broadcast(builder, product, 0, numbers.count))
         else:
             product = builder.fmul(_broadcast(builder, product, 0, numbers.count), factor)

@@ -42,6 +42,8 @@ _BLOCK_COLUMNS = 64
 # Numbers of `arithmetic.word_table`: scales, then zero points.
 _TABLE_SIZE = NUM_SCALES + LAST_ZERO_POINT + 1
 _LAST_ZERO_POINT = np.float32(LAST_ZERO_POINT)
+# A word is the number of a scale, and in these lowest bits a zero point.
+_ZERO_POINT_BITS = LAST_ZERO_POINT.bit_length()
 _SMALLEST_SCALE = 2.0**LOWEST_EXPONENT
 # Added to a number below 2^22 and subtracted again, it rounds to the nearest integer, half to even.
 _ROUNDER = np.float32(1.5 * 2**23)
@@ -103,6 +105,7 @@ def _write_remainder_sums(builder: Any, args: Any) -> None:
         store(builder, sums[0], builder.add(args.sums, lane_bytes), 4)
 
 
+# code for these values of `is_squared` and `bits`
 _sum_remainders = ir_statement((0, 1), (4, 8))(_write_remainder_sums)
 
 
@@ -124,7 +127,7 @@ def _fit_words(args: Any, values: Any, span: tuple[Any, Any], words: Any) -> Non
     values_address, scales_address = np.int64(values.ctypes.data), np.int64(columns.ctypes.data)
     sums_address = np.int64(sums.ctypes.data)
     for c in range(_BLOCK_COLUMNS):
-        first_index[c], scale[c] = words[c] >> 7, table[words[c] >> 7]
+        first_index[c], scale[c] = words[c] >> _ZERO_POINT_BITS, table[words[c] >> _ZERO_POINT_BITS]
         inverse[c] = np.float32(1) / scale[c]
         offset[c] = -(zero_points[words[c] & LAST_ZERO_POINT] * scale[c])
     _sum_remainders(
@@ -158,7 +161,7 @@ def _fit_words(args: Any, values: Any, span: tuple[Any, Any], words: Any) -> Non
                     zero_point[c] = -(sums[c] / np.float32(group_size)) / scale[c]
             for c in range(_BLOCK_COLUMNS):
                 better = sums[c] < least_error[c]
-                words[c] = index[c] << 7 | candidate[c] if better else words[c]
+                words[c] = index[c] << _ZERO_POINT_BITS | candidate[c] if better else words[c]
                 least_error[c] = sums[c] if better else least_error[c]
 
 
@@ -191,7 +194,9 @@ def pack_columns(args: Any, thread: Any, threads: Any) -> None:
             step = (math.log2(exact) - LOWEST_EXPONENT) * SCALES_PER_OCTAVE
             index = np.int32(min(max(math.ceil(step - 1e-9), 0), NUM_SCALES - 1))
             zero_point = -minimum[c] / table[index] * (_LAST_ZERO_POINT / top)
-            words[c] = index << 7 | np.int32(_clamp_and_round(zero_point, _LAST_ZERO_POINT))
+            words[c] = index << _ZERO_POINT_BITS | np.int32(
+                _clamp_and_round(zero_point, _LAST_ZERO_POINT)
+            )
         if args.tried_scales:
             _fit_words(args, values, (minimum, maximum), words)
         data = packed_bytes(args.packed + stripe * args.stripe_bytes, args.stripe_bytes)
@@ -199,7 +204,7 @@ def pack_columns(args: Any, thread: Any, threads: Any) -> None:
         for c in range(columns):
             word_byte = code_bytes * width + 2 * (first + c)
             data[word_byte], data[word_byte + 1] = words[c] & 255, words[c] >> 8
-            scale[c] = table[words[c] >> 7]
+            scale[c] = table[words[c] >> _ZERO_POINT_BITS]
             offset[c] = -(table[NUM_SCALES + (words[c] & LAST_ZERO_POINT)] * scale[c])
         for number in range(code_bytes):
             target = data[number * width + first :]

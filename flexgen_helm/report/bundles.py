@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class BundledAnswer:
-    """The requests of an answer in token ids, and their results (`plain_result`).
+    """The requests of an answer in token ids, and their results (`verification.plain_result`).
 
     source: index of the run in `SampleManifest.sources`.
     number: among all answers of the suite or file.
@@ -78,7 +78,8 @@ def read_bundle(path: Path) -> tuple[SampleManifest, list[BundledAnswer]]:
         if not 0 < zstandard.frame_content_size(packed) <= _MAX_BYTES:
             raise ValueError(f"it says nothing of its size, or has more than {size(_MAX_BYTES)}")
         frame = zstandard.ZstdDecompressor().decompressobj()
-        # No more than it says; a frame that is cut has less.
+        # The first refuses a frame that has more or less than it says, the second tells what lies
+        # behind it.
         content, _ = zstandard.ZstdDecompressor().decompress(packed), frame.decompress(packed)
         if frame.unused_data:
             raise ValueError(f"{len(frame.unused_data):,} bytes lie behind its end")
@@ -103,7 +104,8 @@ def read_bundle(path: Path) -> tuple[SampleManifest, list[BundledAnswer]]:
                 f"{manifest.population:,}"
             )
         return manifest, drawn
-    except (ValueError, RequestError, zstandard.ZstdError) as error:
+    except (ValueError, OverflowError, RequestError, zstandard.ZstdError) as error:
+        # other files of answers, which the user may have meant
         hint = (
             "; answers of flexgen-helm batch need --requests, and of lm-eval the file is "
             "results_….json"

@@ -69,8 +69,9 @@ def planned_workload(
         forest = shared_prefixes(users, replace(cost, group_tokens=multiple))
         saved_by_prefixes = sum(prefix.saved for prefix in prefixes_of(forest))
     for request in requests:
-        # its completions share the whole prompt
-        if cache_format is None or not request.original.max_fed_tokens:
+        # Completions share the whole prompt; those that go on are among the users of prefixes.
+        shares_all = cache_format is None or not request.original.max_fed_tokens
+        if shares_all and not request.num_resumed:
             saved_by_completions += (request.num_completions - 1) * len(request.tokens)
     scored = _scored_tokens(requests, saved_by_prefixes)
     return Workload.of(lengths, saved_by_prefixes + saved_by_completions, scored)

@@ -602,7 +602,8 @@ def _completions_at_once(
         )
     if completions == 1 or not steps or not shares_prompts or request.num_resumed:
         return 1
-    # As `needed` counts one completion: its prompt has a slot, and each continuation has another.
+    # As `needed` counts one completion: its prompt has a slot, and each continuation has another,
+    # of a page where it grows by pages (`SchedulerLimits`).
     reserved = min(steps, limits.page_tokens or steps) + limits.slot_overhead
     num_fitting = 1 + (room - needed - limits.slot_overhead) // reserved
     return max(

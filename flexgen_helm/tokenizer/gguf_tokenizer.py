@@ -139,7 +139,7 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
             added_tokens[kind].append(
                 AddedToken(token, special=special, normalized=False, rstrip=strips)
             )
-    for added in added_tokens.values():
+    for added in added_tokens.values():  # in the order of `_CUT_TYPES`
         backend.add_tokens(added)
     end_ids = [i for i, token in enumerate(tokens) if token in _END_TOKENS]
     end_ids += [metadata[key] for key in _END_ID_KEYS if key in metadata]
@@ -171,13 +171,13 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
         raise UnsupportedArchitectureError(
             f"{path} has a vocabulary of type {model!r}; known are {', '.join(sorted(_ALGORITHMS))}"
         )
-    read = {*_VALUE_TYPES, *IRRELEVANT} - (
+    accepted = {*_VALUE_TYPES, *IRRELEVANT} - (
         {Keys.Tokenizer.ADD_PREFIX} if model == "gpt2" else set()
     )
     for key, value in metadata.items():
         if not key.startswith("tokenizer.") or key.startswith(f"{Keys.Tokenizer.CHAT_TEMPLATE}."):
             continue  # templates with a name are for tools
-        if key not in read and value != NEUTRAL.get(key):
+        if key not in accepted and value != NEUTRAL.get(key):
             raise UnsupportedArchitectureError(
                 f"{path} has {key} = {str(value)[:40]}, which nothing here reads for a vocabulary "
                 f"of type {model!r} and may change token ids; use the model's safetensors folder "

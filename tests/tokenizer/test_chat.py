@@ -1,6 +1,7 @@
 """Which prompts get a chat template, how messages become text, and how often BOS is there."""
 
 from copy import copy
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -10,8 +11,10 @@ from tokenizers import Tokenizer as Backend
 from transformers.utils import chat_template_utils
 
 from flexgen_helm.checkpoint.names import resolve
+from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.errors import RequestError, UsageError
 from flexgen_helm.request import GenerationRequest, ThinkingFormat, ThinkingMarks
+from flexgen_helm.scheduling.prepare import prepare
 from flexgen_helm.tokenizer.chat import ChatOptions, chat_format
 from flexgen_helm.tokenizer.tokenizer import Tokenizer
 from tests.helpers.chat_models import CHAT_MODELS, CHATML
@@ -204,18 +207,19 @@ def test_bos_is_there_once_whoever_writes_it(tokenizers, text):
 
 def test_only_generating_prompts_are_rendered(tokenizers):
     applied, plain = decide(tokenizers["instruct"]), decide(tokenizers["instruct"], False)
-    prompt, chat = (
-        GenerationRequest(prompt="Hi"),
-        GenerationRequest(messages=[{"role": "user", "content": "Hi"}]),
-    )
-    assert applied.render(prompt) == applied.render(chat) == plain.render(chat)
-    assert plain.render(prompt) is None
-    for fields in (
-        {"prompt": "Hi", "echo_logprobs": True},
-        {"prompt": "Hi", "max_tokens": 0},
-        {"prompt_token_ids": [1]},
+    tokenizer, chat = tokenizers["instruct"], [{"role": "user", "content": "Hi"}]
+    config = replace(read_model_config("qwen3-0.6b")[0], vocab_size=1 << 20)
+    rendered = applied.render_prompt("Hi")
+    assert applied.render(chat, None) == plain.render(chat, None) == rendered
+    assert plain.render(None, "Hi") is applied.render(None, None) is None
+    for fields, text in (
+        ({"max_tokens": 1}, rendered),
+        ({"max_tokens": 1, "echo_logprobs": True}, "Hi"),
+        ({"max_tokens": 0, "echo_logprobs": True}, "Hi"),
     ):
-        assert applied.render(GenerationRequest(**fields)) is None
+        request = GenerationRequest(prompt="Hi", **fields)
+        (prepared,) = prepare([request], config, tokenizer, None, applied).distinct
+        assert prepared.tokens == tokenizer.encode(text)
 
 
 def test_the_identity_is_of_what_changes_answers_and_not_of_who_asked(tokenizers):

@@ -117,8 +117,8 @@ class LayeredModel:
     def before(self, arguments: Mapping[str, Tensor]) -> tuple[Tensor, list[LayerArguments]]:
         """Run the code before the layers -> hidden [1, T, H], and what each layer is passed.
 
-        arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T]. With embeddings
-            alone, the inputs of layers that a table has are meaningless.
+        arguments: `input_ids` or `inputs_embeds`, and `position_ids`, each [1, T]. A
+            `layer_input_table` needs ids; with embeddings alone what it gives layers is wrong.
         """
         for stand_in in self._stand_ins:
             stand_in.arguments = stand_in.result = None
@@ -155,7 +155,8 @@ class LayeredModel:
     def _run(self, model: Any, arguments: Mapping[str, Any]) -> Any:
         """Run without padding: without a mask, models read the positions, for which the host waits.
 
-        Masks on the meta device have no values, and models with recurrent layers read them.
+        Masks on the meta device have no values, and models with recurrent layers read them. Those
+        that attend in code of their own need one, to which they add.
         """
         positions = arguments["position_ids"]
         names = {*parameter_names(self.base)}
@@ -272,8 +273,9 @@ class _KnownLength(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What is said where a tensor is unpacked as a tuple of so many values, or its first one is taken.
-_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)|invalid index of a 0-dim()")
+# What is said where a tensor is unpacked as a tuple of so many values, or its first one is taken;
+# then there is no number.
+_UNPACKED = re.compile(r"not enough values to unpack \(expected (\d+)|invalid index of a 0-dim")
 
 
 def _find_layers(model: Any) -> tuple[str, nn.ModuleList]:

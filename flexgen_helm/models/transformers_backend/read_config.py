@@ -28,7 +28,7 @@ from flexgen_helm.models.transformers_backend.layer_kinds import (
 from flexgen_helm.models.transformers_backend.layered_model import LayeredModel
 from flexgen_helm.models.transformers_backend.trace import LayerTrace, ModelTrace, trace_layers
 
-OWN_ATTENTION = "computes attention in a way that is not known here"
+UNKNOWN_ATTENTION = "computes attention in a way that is not known here"
 _trace_lock = threading.Lock()  # a trace replaces functions of `transformers` meanwhile
 # Names of the context length; a model of states alone may have none, and then takes more than any
 # request has.
@@ -60,7 +60,11 @@ def read_transformers_config(content: Mapping[str, Any]) -> TransformersConfig:
                 has_interface = getattr(
                     class_and_config(text)[0], "_supports_attention_backend", False
                 )
-                raise error if has_interface or error.__cause__ is None else in_own_code from None
+                # What a class with the interface lacks, or refuses by itself, is the reason; what
+                # `transformers` raised is not, where it attends in its own code.
+                if has_interface or error.__cause__ is None:
+                    raise error from None
+                raise in_own_code from None
 
 
 def _read(content: Mapping[str, Any], text: str, own_attention: bool = False) -> TransformersConfig:
@@ -76,7 +80,7 @@ def _read(content: Mapping[str, Any], text: str, own_attention: bool = False) ->
     except Exception as error:  # whatever a module does with shapes that it does not expect
         if isinstance(error, UnsupportedArchitectureError) and name in str(error):
             raise
-        what = OWN_ATTENTION if own_attention else "cannot run layer by layer"
+        what = UNKNOWN_ATTENTION if own_attention else "cannot run layer by layer"
         raise UnsupportedArchitectureError(f"{name} {what}: {_first_line(error)}") from error
     architecture = str(content.get("model_type")).removesuffix("_text")  # of one of several parts
     return _record(model, trace, architecture, text)
@@ -162,7 +166,7 @@ def _modules(
             layer_input_size=width // len(kinds),
         )
     shared = tuple(
-        SharedKeys(
+        SharedKeys(  # k, v: [1, heads, T, D]; those of calls have no first axis
             key, layer, k.shape[1], k.shape[3], v.shape[3],
             tuple(n for n, call in enumerate(by_layer)
                   if n > layer and call is not None and call.key_object is k),
