@@ -235,6 +235,7 @@ _LLAMA3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 midm-2.0 pixtral"
 # A word that is a token is not merged; where the file does not say, BOS comes first.
 _LLAMA3_AND_TEKKEN = f"{_LLAMA3} tekken".split()
 _QWEN = "qwen2 deepseek-r1-qwen"
+_WITH_NFC = f"{_QWEN} qwen35".split()  # texts are normalized before they are split
 
 
 def _splits(*patterns: str) -> pre_tokenizers.PreTokenizer:
@@ -285,7 +286,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     # A whole word of these vocabularies is one token, whether or not merges lead to it.
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = Backend(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_AND_TEKKEN))
-    if pre in _QWEN.split():
+    if pre in _WITH_NFC:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = cast(Any, _PRE_TOKENIZERS[pre])
     backend.decoder = decoders.ByteLevel()
