@@ -18,7 +18,7 @@ from flexgen_helm.config import parse_size
 from flexgen_helm.errors import CheckpointError, Interrupted, RequestError, UsageError
 from flexgen_helm.planner.policy import Policy
 from flexgen_helm.tiers import MemoryLimits
-from flexgen_helm.units import size_argument, spelled_duration
+from flexgen_helm.units import duration, size_argument, spelled_duration
 from tests.helpers.console_script import run_script
 from tests.helpers.flags import options_of, record_suites
 from tests.helpers.small_disks import read_only
@@ -112,6 +112,9 @@ def test_a_size_as_flags_take_it_is_exact(num_bytes):
 
 
 def test_a_duration_has_two_units_that_people_can_picture():
+    assert [duration(seconds) for seconds in (5, 65, 3_605, 90_000)] == [
+        "0:05", "1:05", "1:00:05", "25:00:00",
+    ]  # fmt: skip
     assert [spelled_duration(seconds) for seconds in (4.21, 559, 2_010_120)] == [
         "4.21 s",
         "9 min 19 s",

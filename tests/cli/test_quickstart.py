@@ -23,6 +23,21 @@ def test_the_scenario_has_as_many_questions_as_are_asked():
     assert splits.count("test") == 79 == quickstart.QUESTIONS
 
 
+def test_the_first_precision_is_the_baseline_where_fp16_is_none(tmp_path, monkeypatch, capsys):
+    def run(arguments, options):
+        for precision in options["precision"].split(","):
+            folder = tmp_path / "runs" / quickstart.SUITE
+            right = [1] * quickstart.QUESTIONS
+            write_run(
+                folder, "simple_mcqa_scored", precision, {"exact_match": 1.0}, accuracies(right)
+            )
+        return 0
+
+    monkeypatch.setattr(quickstart, "run_and_show", run)
+    quickstart.quickstart(precisions="4bit,8bit", output_path=tmp_path)
+    assert "equivalent" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "lost, verdict", [(0, "equivalent"), (3, "equivalent"), (6, "worse"), (30, "worse")]
 )
