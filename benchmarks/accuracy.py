@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from flexgen_helm.benchmarks.common import machine, report, script
+from flexgen_helm.benchmarks.common import report, script
 from flexgen_helm.benchmarks.helm_runs import helm_run
 from flexgen_helm.benchmarks.process import run_logged
 from flexgen_helm.benchmarks.reference import export_checked
@@ -200,7 +200,7 @@ def compared(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]])
         "name": "accuracy",
         "model": WHEEL_MODEL,
         "max_length": MAX_LENGTH,
-        "hardware": {**machine(), **ours["wikitext"]["record"]["hardware"]},
+        "hardware": ours["wikitext"]["record"]["hardware"],
         "rows": rows,
         "ratios": {},
         "equal": largest <= TOLERANCE,

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from flexgen_helm.benchmarks import llama_cpp
-from flexgen_helm.benchmarks.common import choose, machine, report, script, summary
+from flexgen_helm.benchmarks.common import choose, report, script, summary
 from flexgen_helm.benchmarks.helm_runs import HELM, SUITE, HelmRun, helm_run
 from flexgen_helm.benchmarks.reference import export_checked, tokenizer_of
 from flexgen_helm.checkpoint.catalog import WHEEL_MODEL
@@ -130,7 +130,7 @@ def main(
         raise UsageError("; ".join(notes))
     result = {
         "name": "clients",
-        "hardware": {**machine(), **parts[0]["hardware"]},
+        "hardware": parts[0]["hardware"],
         "rows": [row for part in parts for row in part.pop("rows")],
         "ratios": {key: value for part in parts for key, value in part.pop("ratios").items()},
         "notes": [*(note for part in parts for note in part.pop("notes")), *notes],

@@ -49,9 +49,15 @@ def report(result: Mapping[str, Any], out: Path | None) -> None:
             f"other programs were computing when this began (load {LOAD:.1f}): figures are noise"
         )
     result = {"date": date.today().isoformat(), "versions": versions(), **result, "notes": notes}
+    result["hardware"] = {
+        "machine": platform.machine(),
+        "cores": psutil.cpu_count(logical=False),
+        **result["hardware"],
+    }
     rows = result["rows"]
-    plain = (str, int, float)
-    shown = dict.fromkeys(key for row in rows for key in row if isinstance(row[key], plain))
+    shown = dict.fromkeys(
+        key for row in rows for key in row if isinstance(row[key], str | int | float)
+    )
     cells = [[_cell(row.get(key)) for key in shown] for row in rows]
     print(table_text([key.replace("_", " ") for key in shown], cells, 160) if rows else "no rows")
     for key, value in result["ratios"].items():
@@ -74,13 +80,9 @@ def choose(kind: str, name: str, known: Mapping[str, T]) -> T:
     return known[name]
 
 
-def machine() -> dict[str, Any]:
-    return {"machine": platform.machine(), "cores": psutil.cpu_count(logical=False)}
-
-
 def tokens_per_s(record: Mapping[str, Any]) -> float:
     """Return the output tokens per second of a whole run."""
-    return float(record["output_tokens"]) / float(record["latency_s"])
+    return float(record["output_tokens"] / record["latency_s"])
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
@@ -91,5 +93,9 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 def run_row(label: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a result row from the records of repeated runs, in seconds."""
     seconds = [record["latency_s"] for record in records]
-    speed = median(map(tokens_per_s, records))
-    return {"label": label, **summary(seconds), "tokens_per_s": speed, "seconds": seconds}
+    return {
+        "label": label,
+        **summary(seconds),
+        "tokens_per_s": median(map(tokens_per_s, records)),
+        "seconds": seconds,
+    }

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from flexgen_helm.benchmarks import packed, peers
-from flexgen_helm.benchmarks.common import machine, report, run_row, script, summary
+from flexgen_helm.benchmarks.common import report, run_row, script, summary
 from flexgen_helm.benchmarks.engine_task import alternate, block_bytes
 from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.cli.arguments import OutFile
@@ -104,7 +104,7 @@ def measure(workload: Workload, disk_bytes_s: float, scratch: Path) -> dict[str,
     return {
         "name": "offload",
         "workload": asdict(workload),
-        "hardware": {**machine(), **records[IN_MEMORY][-1]["hardware"]},
+        "hardware": records[IN_MEMORY][-1]["hardware"],
         "rows": [row for phases in found.values() for row in phases],
         "ratios": ratios,
         "notes": [

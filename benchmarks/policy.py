@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from flexgen_helm.benchmarks.common import machine, report, script, summary
+from flexgen_helm.benchmarks.common import report, script, summary
 from flexgen_helm.benchmarks.engine_task import run_blocks
 from flexgen_helm.checkpoint.planned_weights import read_model_config
 from flexgen_helm.cli.arguments import OutFile
@@ -152,7 +152,7 @@ def measure(workload: Workload, repeats: int, profile: HardwareProfile) -> dict[
     return {
         "name": "policy",
         "workload": asdict(workload),
-        "hardware": {**machine(), "profile": profile.to_json()},
+        "hardware": {"profile": profile.to_json()},
         "rows": rows,
         "ratios": {
             "chosen_to_best_of_grid": first / min(others),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexgen_helm.benchmarks.common import machine, report
+from flexgen_helm.benchmarks.common import report
 from flexgen_helm.benchmarks.process import log_tail, run_killable
 
 
@@ -126,7 +126,7 @@ def result_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     peers = [row for row in rows if row.get("peer_of") in speeds]
     return {
         "name": "gpu",
-        "hardware": {**machine(), "device": device},
+        "hardware": {"device": device},
         "rows": rows,
         "ratios": {
             f"{row['peer_of']}_to_{row['step']}": speeds[row["peer_of"]] / row["tokens_per_s"]
