@@ -161,12 +161,15 @@ _parse_template_choice = _parser(
     lambda value: {"auto": "auto", "true": True, "false": False}[str(value).lower()],
     "is not known; take auto, true or false",
 )
+# What is given besides variables of a template.
+_OF_THE_CALLER = {"messages", "add_generation_prompt", "tokenize"}
 _parse_template_kwargs = _parser(  # what a template can be given
     lambda value: json.loads(
         json.dumps(json.loads(value) if isinstance(value, str) else value, allow_nan=False)
     ),
-    'must be a JSON object, for example {"enable_thinking": false}',
-    lambda variables: isinstance(variables, dict),
+    "must be a JSON object without messages, add_generation_prompt and tokenize, for example "
+    '{"enable_thinking": false}',
+    lambda variables: isinstance(variables, dict) and not _OF_THE_CALLER & variables.keys(),
 )
 
 

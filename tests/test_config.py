@@ -85,6 +85,7 @@ def test_a_precision_may_be_a_record_of_formats():
         ({"policy": "4x1,50,50"}, "not of the form"),
         ({"policy": 4}, "not of the form"),
         ({"precision": 4}, "precision 4 is not available"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "without messages, add_gen"),
         (
             {"schedule": "spiral"},
             f"take {', '.join(('auto', *SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}",

@@ -124,7 +124,9 @@ def warn_of_limits_beyond(
 
 
 def to_arguments(options: EngineOptions) -> list[str]:
-    """Return the words of the command line that set these options."""
+    """Return the words of the command line that set these options: the inverse of
+    `options_of_flags`.
+    """
     words = []
     for option, flag in FLAGS.values():
         value = options.get(option)

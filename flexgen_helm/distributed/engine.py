@@ -156,7 +156,8 @@ class ClusterRun:
         left = [index for index in indexes if self.results[index] is None]
         if not left:
             return
-        why = f"worker {name} {'is lost' if failure.is_lost else 'failed'}: {failure.message}"
+        who = f"worker {name}" if name else "a worker that has not begun"
+        why = f"{who} {'is lost' if failure.is_lost else 'failed'}: {failure.message}"
         if attempt + 1 < MAX_ATTEMPTS:
             report(Message(f"{why}; its work is given out again"))
             self._submit(left, max(1, len(left) // SHRINKING), attempt + 1)
@@ -279,7 +280,7 @@ class ClusterEngine:
         while self._news:  # each once, also where a run's `on_result` raises amid them
             self._has_news = True
             self._receive(*self._news.popleft(), run)
-        if error:
+        if error and (run is None or run.units):
             self._raise(error)
         if not self._has_news and time.monotonic() - self._began > _TELL_AFTER_S:
             self._has_news = True

@@ -326,7 +326,8 @@ def _explain_end(error: Exception) -> str:
             f"flexgen-helm {__version__} is not installed for the Python that Ray uses on the "
             "workers' machines; install it there"
         )
-    return f"the workers have ended ({type(error).__name__}): {text.strip().splitlines()[-1]}"
+    last_line = text.strip().rpartition("\n")[2]
+    return f"the workers have ended ({type(error).__name__}): {last_line}"
 
 
 def _units(_: Any, board: Any) -> Iterator[Mapping[str, list[int]]]:

@@ -86,7 +86,8 @@ def compare(baseline: Baseline, engine: Engine) -> list[Compared]:
     that has other rows than were computed.
     """
     comparison = _Comparison(baseline)
-    score(engine, baseline.prompts, comparison, int(baseline.by_layer))
+    # a token is drawn so that the last one of a prompt has hidden states, too
+    score(engine, baseline.prompts, comparison, num_drawn=int(baseline.by_layer))
     values = comparison.values
     if missing := int((~np.isfinite(values)).sum()):
         raise FlexgenError(f"{missing:,} of {values.size:,} compared values are not finite numbers")

@@ -229,7 +229,8 @@ def parse_body(url: str, body: Any, *, may_stream: bool = False) -> RequestBody:
         raise ApiError(f"{name} is {shown}; it must be {expected}", name, code) from None
     if fields_given.get("best_of", parsed.n) != parsed.n:
         more = (
-            f"best_of is {fields_given['best_of']}, which is not supported beyond n; leave it out"
+            f"best_of is {fields_given['best_of']}, and as many as n, {parsed.n}, are drawn; leave "
+            "best_of out"
         )
         raise ApiError(more, "best_of", "unsupported_value")
     if fields_given.get("top_logprobs") and not fields_given.get("logprobs"):

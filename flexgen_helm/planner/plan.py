@@ -46,9 +46,12 @@ def planning_problem(
 
     Raises `UsageError` for a negative limit and for an unknown precision.
     """
-    suffices = not overflows_float16(config.architecture)
+    float16_suffices = not overflows_float16(config.architecture)
     stored = fields.get("storage_dtype", "float16")
-    half = hardware.gpu is not None and hardware.gpu.compute_dtype(stored, suffices) != "float32"
+    half = (
+        hardware.gpu is not None
+        and hardware.gpu.compute_dtype(stored, float16_suffices) != "float32"
+    )
     named = precision_named(precision) if isinstance(precision, str) else precision
     problem = PlanningProblem(config, hardware, workload, named, 2 if half else 4, {}, **fields)
     bytes_by_tier: dict[Tier, float] = {}

@@ -46,7 +46,8 @@ def _recorded_run(run: RunScores) -> AnswerFile:
             request = recorded_request(run, state)
             helm_request = to_helm_request(request, model, models)
             result = service.respond(model, helm_request).result
-            answer = to_request_result(request, helm_request, result, True, models.encoder(model))
+            encoder, is_cached = models.encoder(model), True  # as HELM reads it from its cache
+            answer = to_request_result(request, helm_request, result, is_cached, encoder)
             return [_comparable(asdict(output)) for output in answer.completions]
 
         outputs = [_comparable(output) for output in state["result"]["completions"]]

@@ -69,7 +69,7 @@ def trust_notes(runs: Sequence[RunScores]) -> list[str]:
     """
     notes = []
     sampled = {
-        part.entry: sample
+        (part.entry, sample["instances"]): sample
         for run in runs
         for part in run.parts or [run]
         if (sample := part.record.get("sample"))
@@ -77,7 +77,7 @@ def trust_notes(runs: Sequence[RunScores]) -> list[str]:
     if sampled:
         parts = [
             f"{sample['instances']:,} of {sample['of']:,} of {entry}"
-            for entry, sample in sampled.items()
+            for (entry, _), sample in sampled.items()
         ]
         notes.append(
             f"Random samples of the instances: {first_names(parts)}; run without --until scores all"

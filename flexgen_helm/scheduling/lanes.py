@@ -18,7 +18,7 @@ def into_lanes(
     """Return the requests of each lane, and what a pass of one lane may hold.
 
     Ranks have a lane each, or fewer: each lane has room for the longest request with one shared
-    prefix.
+    prefix. Of a single pass, which fills no cache, they have `PREFILL_LANES` each.
     """
     if schedule.is_single_pass:
         num_lanes = max(1, min(PREFILL_LANES * num_ranks, len(requests), limits.max_states))
