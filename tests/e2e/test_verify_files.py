@@ -249,6 +249,7 @@ def verify(folder, monkeypatch, capsys):
     return verify
 
 
+@pytest.mark.slow
 def test_answers_of_lm_eval_are_equal(run, evaluated, tmp_path):
     path, bundle = str(evaluated), str(tmp_path / "b.jsonl.zst")
     done = run("verify", path, "--sample", "100%", "--bundle", bundle, program=FEW_TASKS)

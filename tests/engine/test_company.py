@@ -202,6 +202,7 @@ def test_sums_and_powers_that_are_none_of_long_rows_are_those_of_pytorch():
         torch.testing.assert_close(found.double(), function(x.double()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_matrix_unit_gives_one_row_the_bits_of_many(longer, tmp_path):
     """In software where there is none; the model has its trial there too."""
     asked = tree_of_prompts(random.Random(3), 40)

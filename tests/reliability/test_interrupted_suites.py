@@ -140,6 +140,7 @@ def sampled(suites):
     return outcome
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("number", range(5))
 def test_a_sample_is_the_same_wherever_it_was_killed(suites, whole, sampled, number):
     """At five random points. Then the rest is computed, and only that."""
@@ -158,6 +159,7 @@ def test_a_sample_is_the_same_wherever_it_was_killed(suites, whole, sampled, num
     assert {*rest.computed} == {*whole.computed} - {*sampled.computed}
 
 
+@pytest.mark.slow
 def test_looks_are_the_same_wherever_they_were_killed(suites):
     """Of two precisions; the suite is scored after each look, and killed while it computes, and
     while it writes.

@@ -178,6 +178,7 @@ def test_a_signal_loses_no_token(suites, whole, number):
     stop_and_go_on(suites, whole("batch"), signal.Signals(number).name, [number], random.Random(2))
 
 
+@pytest.mark.slow
 def test_without_keeping_all_is_drawn_again(suites, whole):
     """The guard's inverse."""
     stops = Stops(suites, "unkept")
@@ -239,6 +240,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_changes_nothing(suites):
     """Not even while the engine is in the middle of something: ended by Python, its thread would
     abort the process.
