@@ -122,6 +122,8 @@ def written_whole(path: Path, flag: str) -> Iterator[FileIO]:
     Raises as `sole_writer`, and OSError, which names the file.
     """
     partial = path.with_name(f"{path.name}.partial")
+    if path.is_dir():
+        raise UsageError(f"{flag}: {path} is a folder; name a file")
     with sole_writer(path, flag):
         try:
             file = partial.open("wb", buffering=0)

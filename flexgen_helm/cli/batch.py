@@ -99,6 +99,8 @@ def batch(requests: _Requests, out: _Out, engine: EngineOptions, model: _Model =
     """
     check_engine_flags(engine)
     content = read_input("IN.jsonl", requests)
+    if out.exists() and requests.exists() and out.samefile(requests):
+        raise UsageError(f"-o {out} is the file of the requests; name another one")
     created = int(time.time() if str(requests) == "-" else requests.stat().st_mtime)
     parsed = list(_parse_lines(content))
     bodies = [line.body for line in parsed if line.body]

@@ -71,7 +71,8 @@ _Suite = Annotated[
 _Baseline = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="The first model's precision. Default: its name's, else fp16."
+        metavar="NAME",
+        help="The first model's precision. Default: fp16; beside MODEL2 its name's, else fp16.",
     ),
 ]
 _MaxWindows = Annotated[

@@ -180,7 +180,8 @@ def check_helm_flags(context: typer.Context, args: Sequence[str], is_sample: boo
     if is_sample and (flags.disable_cache or flags.server_url):
         flag = "--disable-cache" if flags.disable_cache else "--server-url"
         raise UsageError(
-            f"--until and --hours need answers that are computed and stored here; leave {flag} out"
+            "--until, --hours and --until-decided need answers that are computed and stored here; "
+            f"leave {flag} out"
         )
     if flags.max_eval_instances is None:
         raise UsageError(

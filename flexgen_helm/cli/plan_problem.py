@@ -156,10 +156,11 @@ def _offload_folder(config: EngineConfig) -> Path:
 
 
 def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
-    """Return the machine to plan for; this machine's disk is that of --offload-dir, with what is
-    free there now.
+    """Return the machine to plan for; this machine with the memory that is free now, and the disk
+    of --offload-dir with what is free there.
     """
     from flexgen_helm.engine.machine_profile import measured_profile, profile_named
+    from flexgen_helm.hardware.host_memory import host_memory
     from flexgen_helm.hardware.profile import MEASURED
 
     if hardware != MEASURED:
@@ -177,5 +178,7 @@ def profile_for(config: EngineConfig, hardware: str) -> HardwareProfile:
     )
     profile = measured_profile(folder=folder)
     return replace(
-        profile, disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free)
+        profile,
+        cpu=replace(profile.cpu, memory_bytes=host_memory().available),
+        disk=replace(profile.disk, bytes=shutil.disk_usage(existing_folder(folder)).free),
     )

@@ -131,6 +131,7 @@ def print_suite(
     left_s = seconds_left(until, hours)
     sample = _sample(planned, left_s or _NIGHT_S)
     flags = ["-m", str(most_instances), "--suite", _SUITE]
+    flags += output_flags(suite.output_path)
     flags += to_arguments({**asked.engine, "precision": asked.precision})
     if left_s is not None:
         flags += ["--until", until] if until else ["--hours", f"{hours:g}"]

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,9 @@ class KeptStates:
         self._claim: Allocation | None = None
         self._every_s, self._kept_at = KEEP_STATES_EVERY_S, time.perf_counter()
         self._index: dict[str, Any] = {}
+        # The file whose index was read. Another process may give its name to another meanwhile.
+        self._file: BinaryIO | None = None
+        self._is_ours = False  # it was read or written here
         self.num_read = 0
 
     def first_stage(self, batches: Sequence[Batch]) -> int:
@@ -71,16 +74,19 @@ class KeptStates:
         are stored whole.
         """
         items = [item for batch in batches for item in batch.scheduled]
+        self._close_file()
         try:
-            with self.path.open("rb") as file:
-                file.seek(-_END_BYTES, os.SEEK_END)
-                file.seek(int.from_bytes(file.read(_END_BYTES), "little"))
-                self._index = json.loads(file.read()[:-_END_BYTES])
-                for entry in [self._entry(item) for item in items]:
-                    file.seek(entry.offset)
-                    if zlib.crc32(file.read(entry.num_bytes)) != entry.checksum:
-                        return 0
-            return int(self._index["stage"]) + 1
+            file = self._file = self.path.open("rb")
+            file.seek(-_END_BYTES, os.SEEK_END)
+            file.seek(int.from_bytes(file.read(_END_BYTES), "little"))
+            self._index = json.loads(file.read()[:-_END_BYTES])
+            for entry in [self._entry(item) for item in items]:
+                file.seek(entry.offset)
+                if zlib.crc32(file.read(entry.num_bytes)) != entry.checksum:
+                    return 0
+            stage = int(self._index["stage"]) + 1
+            self._is_ours = True
+            return stage
         # there is no file, or one of other prompts, or a damaged one
         except (OSError, ValueError, KeyError, TypeError):
             return 0
@@ -89,21 +95,21 @@ class KeptStates:
         """Return the hidden states [T, width] of a batch, and the layer after which a value was not
         finite [T].
         """
-        parts = []
-        with self.path.open("rb") as file:
-            for item in batch.scheduled:
-                entry = self._entry(item)
-                file.seek(entry.offset)
-                data = torch.frombuffer(bytearray(file.read(entry.num_bytes)), dtype=torch.uint8)
-                hidden, nonfinite = data.split(
-                    [item.count * width * dtype.itemsize, item.count * torch.int64.itemsize]
+        parts, file = [], self._file
+        assert file is not None
+        for item in batch.scheduled:
+            entry = self._entry(item)
+            file.seek(entry.offset)
+            data = torch.frombuffer(bytearray(file.read(entry.num_bytes)), dtype=torch.uint8)
+            hidden, nonfinite = data.split(
+                [item.count * width * dtype.itemsize, item.count * torch.int64.itemsize]
+            )
+            parts.append(
+                (
+                    hidden.clone().view(dtype).view(-1, width),
+                    nonfinite.clone().view(torch.int64),
                 )
-                parts.append(
-                    (
-                        hidden.clone().view(dtype).view(-1, width),
-                        nonfinite.clone().view(torch.int64),
-                    )
-                )
+            )
         self.num_read += len(parts)
         hidden, nonfinite = map(torch.cat, zip(*parts))
         return hidden, nonfinite
@@ -151,6 +157,7 @@ class KeptStates:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(self.path)
+            self._is_ours = True
         except (OSError, MemoryLimitError) as error:
             unfinished.unlink(missing_ok=True)
             self._every_s = float("inf")
@@ -161,12 +168,20 @@ class KeptStates:
         self._on_keep()
 
     def close(self, is_done: bool) -> None:
-        """Give the room back; is_done: remove the file, because nothing goes on from it."""
+        """Give the room back; is_done: remove a file that was read or written here, because nothing
+        goes on from it.
+        """
+        self._close_file()
         if self._claim is not None:
             self._disk.release(self._claim)
-        if is_done:
+        if is_done and self._is_ours:
             with suppress(OSError):
                 self.path.unlink()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _key(item: ScheduledTokens) -> str:

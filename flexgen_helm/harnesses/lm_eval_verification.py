@@ -141,6 +141,14 @@ def _check_scores(
 ) -> ScoreCheck:
     """Compare results, and the lines of documents, with what the harness makes of the answers."""
     check = ScoreCheck()
+    sampled = [
+        name
+        for name, number in content.get("n-samples", {}).items()
+        if content["config"]["limit"] is None and number["effective"] < number["original"]
+    ]
+    if sampled:  # the file does not say which documents `--samples` named
+        check.not_checked(f"scores of {', '.join(sampled)}", "they were made with --samples")
+        return check
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             evaluated = _evaluate_again(content, model, lines)

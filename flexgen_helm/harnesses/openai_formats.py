@@ -377,7 +377,10 @@ def _chat_choice(parsed: RequestBody, completion: Completion, tokenizer: Tokeniz
 
 def _token_entry(text: str, token: int, logprob: float, tokenizer: Tokenizer) -> Json:
     """Return a token of a chat as the API has it."""
-    return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token))}
+    # a stop string may have cut the last one
+    is_whole = text == _text_of(token, tokenizer)
+    shown = tokenizer.token_bytes(token) if is_whole else text.encode()
+    return {"token": text, "logprob": logprob, "bytes": list(shown)}
 
 
 def _text_of(token: int, tokenizer: Tokenizer) -> str:

@@ -63,9 +63,15 @@ class Workload:
             for group, begin, end in zip(self.groups, ends, ends[1:])
             if end > begin
         ]
-        return Workload(
-            tuple(groups), round(share * self.saved_tokens), round(share * self.scored_tokens)
+        # Of few sequences the share of the prompts' tokens may be a smaller one: the shortest are
+        # first, and they do not save more than they have.
+        prompts, kept = (
+            sum(prompt * count for prompt, _, count in counted) for counted in (self.groups, groups)
         )
+        saved, scored = (
+            kept * number // max(1, prompts) for number in (self.saved_tokens, self.scored_tokens)
+        )
+        return Workload(tuple(groups), saved, scored)
 
     @property
     def num_sequences(self) -> int:

@@ -13,8 +13,10 @@ from flexgen_helm.report.ratio_of_sums import RatioOfSums, Vector
 Change = Literal["difference", "ratio"]
 # Metrics in order of precedence; a run shows the first `MAX_SHOWN` that it has.
 MAIN_METRICS = (
-    "exact_match", "quasi_exact_match", "prefix_exact_match", "exact_set_match", "f1_set_match",
-    "iou_set_match", "f1_score", "rouge_l", "rouge_2", "final_number_exact_match", "math_equiv",
+    # of open answers, which hardly ever match exactly
+    "f1_score", "bleu_4", "exact_match", "quasi_exact_match", "prefix_exact_match",
+    "exact_set_match", "f1_set_match", "iou_set_match", "rouge_l", "rouge_2",
+    "final_number_exact_match", "math_equiv",
     "math_equiv_chain_of_thought", "chain_of_thought_correctness", "ifeval_strict_accuracy",
     "safety_score", "wildbench_score_rescaled", "omni_math_accuracy", "pass",
     "classification_macro_f1", "target_perplexity", "word_perplexity", "token_perplexity",

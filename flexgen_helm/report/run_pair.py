@@ -119,7 +119,11 @@ class RunPair:
         base, run, num_shared = self.base, self.run, len(self.shared)
         values = base.scores[name], run.scores[name]
         interval = p_value = flips = verdict = None
-        if name in base.ratios and name in run.ratios and num_shared:
+        has_pairs = bool(name in base.ratios and name in run.ratios and num_shared)
+        if has_pairs:  # of one tokenizer: numbers of tokens and bytes may differ by a few
+            counts = [side.ratios[name].loc[self.shared, "denominator"] for side in (base, run)]
+            has_pairs = np.allclose(counts[0], counts[1], rtol=0.01)
+        if has_pairs:
             paired = self.paired(name)
             values = paired.values
             if np.isfinite(paired.baseline).all() and np.isfinite(paired.scores).all():

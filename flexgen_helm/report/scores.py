@@ -111,20 +111,25 @@ class RunScores:
         """
         if self.parts:
             return sum(run.num_ties for run in self.parts)
-        if not is_choice(self.settings) or "exact_match" not in self.instances:
+        has_trials = self.settings.get("num_train_trials", 1) > 1  # whose mean is a fraction, too
+        if not is_choice(self.settings) or has_trials or "exact_match" not in self.instances:
             return 0
         return int(self.instances["exact_match"].between(0, 1, inclusive="neither").sum())
 
     @cached_property
     def data_size(self) -> float:
-        """Instances of the data set, of all splits; infinite if that is not known."""
+        """Instances of the data set that HELM can score; infinite if that is not known."""
         if self.parts:
             return sum(run.data_size for run in self.parts)
         if self.folder is None:
             return math.inf
         # The folder of a sample has a part of the instances that HELM found.
         num_instances = 0 if self.record.get("sample") else len(self._all_digests)
-        return data_set_size(self.folder, self.scenario, num_instances) or math.inf
+        size = data_set_size(self.folder, self.scenario, num_instances)
+        if size is None:
+            return math.inf
+        # All were found: more of other splits cannot be scored.
+        return self.num_scored if size == num_instances else size
 
     @property
     def level_share(self) -> float:
@@ -396,4 +401,8 @@ def _instances_frame(
     stats = pd.DataFrame(rows, columns=["split", "instance", "statistic", "mean"])
     split = "test" if (stats["split"] == "test").any() else "valid"
     stats = stats[stats["split"] == split]
-    return stats.pivot_table("mean", "instance", "statistic", aggfunc="mean", sort=False)
+    frame = stats.pivot_table("mean", "instance", "statistic", aggfunc="mean", sort=False)
+    if "predicted_index" in frame:  # a reference's number has no mean: that of the first trial
+        chosen = stats[stats["statistic"] == "predicted_index"]
+        frame["predicted_index"] = chosen.groupby("instance", sort=False)["mean"].first()
+    return frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,10 @@ from flexgen_helm.report.ratio_of_sums import LEVEL, Interval, instances_needed,
 DEFAULT_MARGIN = 0.01
 
 Decision = Literal["equivalent", "worse", "better", "not decided"]
+
+
+# Number of runs in the name of a pool.
+_POOLED = re.compile(r"\((\d+) runs\)$")
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,9 @@ def equivalence(
     variance, furthest = paired.decline.variance, paired.decline.furthest_unseen
     needed = instances_needed(variance, limit, furthest)
     most = available if available < math.inf else len(paired.baseline)
-    return Equivalence(margin, p_value, needed, available, margin_shown(most, variance, furthest))
+    shown = margin_shown(most, variance, furthest)
+    shown = math.expm1(shown) if paired.is_logprob else shown
+    return Equivalence(margin, p_value, needed, available, shown)
 
 
 def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comparison:
@@ -147,7 +154,8 @@ def decide(comparison: Comparison, equivalence_p: float, p_value: float) -> Comp
 
 
 def _verdict_text(comparison: Comparison, verdict: Equivalence) -> str:
-    within = f"{100 * verdict.margin:g} {'%' if comparison.flips is None else 'pp'}"
+    unit = "%" if comparison.kind == "ratio" else "% of the perplexity"
+    within = f"{100 * verdict.margin:g} {'pp' if comparison.flips else unit}"
     if verdict.decision == "equivalent":
         return f"equivalent within {within}"
     if verdict.decision != "not decided":
@@ -191,10 +199,11 @@ def advice(judged: Sequence[Comparison]) -> list[str]:
         if verdict.available <= comparison.instances:
             exhausted[comparison.run] = max(verdict.shown, exhausted.get(comparison.run, 0.0))
         else:
-            more[comparison.run] = max(
-                int(min(_rounded_up(verdict.needed), verdict.available)),
-                more.get(comparison.run, 0),
-            )
+            # `-m` is of each run of a pool
+            pooled = _POOLED.search(comparison.run)
+            num_runs = int(pooled[1]) if pooled else 1
+            wanted = min(_rounded_up(verdict.needed), verdict.available) / num_runs
+            more[comparison.run] = max(math.ceil(wanted), more.get(comparison.run, 0))
     sentences = []
     if more:
         what = first_names([f"{run} with -m {needed}" for run, needed in more.items()])

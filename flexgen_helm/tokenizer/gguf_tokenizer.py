@@ -7,6 +7,7 @@ without that its `  1` and ` ½` come out in other pieces, often with the same n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -130,7 +131,13 @@ def read_gguf_tokenizer(path: Path) -> dict[str, Any] | None:
                 f"{path} has {key} = {metadata[key]}, outside its {len(tokens)} tokens"
             )
     backend = _backend(path, metadata, tokens, model)
-    is_phi3 = any(name in metadata.get(Keys.General.NAME, "").lower() for name in ("phi-3", "phi3"))
+    # Files are called "Phi-3 mini", "Phi3", and by the converter "Phi 3.5 Mini Instruct".
+    # Fine-tunes have names of their own.
+    title, architecture = metadata.get(Keys.General.NAME, ""), metadata.get("general.architecture")
+    is_phi3 = bool(re.search(r"(?i)phi[-_ ]?3", title)) or (model, architecture) == (
+        "llama",
+        "phi3",
+    )
     added_tokens: dict[int, list[AddedToken]] = {kind: [] for kind in _CUT_TYPES}
     for token, token_type in zip(tokens, types):
         kind = TokenType.CONTROL if token in _END_TOKENS else token_type

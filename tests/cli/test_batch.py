@@ -188,6 +188,15 @@ def test_what_answers_no_line_is_refused(tmp_path, capsys, lines, arguments, why
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
+def test_answers_take_no_file_of_requests_and_no_folder(tmp_path, capsys):
+    path = write(tmp_path / "in", ["{"])
+    content = path.read_bytes()
+    assert cli.main(["batch", str(path), "-o", str(path)]) == 2 and path.read_bytes() == content
+    assert "is the file of the requests" in capsys.readouterr().err
+    assert cli.main(["batch", str(path), "-o", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder; name a file" in capsys.readouterr().err
+
+
 def test_a_file_without_a_good_line_needs_no_model(tmp_path):
     out = tmp_path / "out"
     assert cli.main(["batch", str(write(tmp_path / "in", ["{"])), "-o", str(out)]) == 1

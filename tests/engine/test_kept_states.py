@@ -11,6 +11,7 @@ import pytest
 from flexgen_helm import Engine, GenerationRequest, MemoryLimits
 from flexgen_helm.engine import kept_states
 from flexgen_helm.engine.executor import Executor
+from flexgen_helm.engine.kept_states import KeptStates
 from flexgen_helm.errors import Interrupted
 
 MIB = 1 << 20
@@ -89,6 +90,29 @@ def test_a_stopped_pass_goes_on_behind_a_layer(tiny, tmp_path, stages, variant, 
         assert "predicted" not in engine.last_run, "what it took is not what the plan was for"
         assert min(stages) >= 2 and not file.exists()
         assert answers(found) == answers(engine.run(requests))
+
+
+def test_another_process_with_the_same_model_takes_no_states_away(
+    tiny, tmp_path, stages, monkeypatch
+):
+    """It writes a file of the same name, and removes it, while this run goes on behind its own."""
+    model, requests = tiny("llama"), asked()
+    with open_engine(model, tmp_path) as engine:
+        expected = answers(engine.run(requests))
+        stopped(engine, requests, stages, 2)
+    first_stage = KeptStates.first_stage
+
+    def then_another_writes(self, batches):
+        stage = first_stage(self, batches)
+        (tmp_path / "another").write_bytes(b"x" * self.path.stat().st_size)
+        (tmp_path / "another").replace(self.path)
+        return stage
+
+    monkeypatch.setattr(KeptStates, "first_stage", then_another_writes)
+    with open_engine(model, tmp_path) as engine:
+        stages.clear()
+        found = engine.run(requests, on_drawn=lambda *_: None)
+        assert min(stages) >= 2 and answers(found) == expected
 
 
 @pytest.mark.parametrize(

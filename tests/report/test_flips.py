@@ -107,9 +107,9 @@ def test_flips_of_every_metric_are_listed_once(tmp_path):
         group.direction: [(f.instance, f.metric, f.score) for f in group.flips]
         for group in groups(tmp_path)
     }
-    assert found["lost"] == [("id0", "exact_match", 0.0), ("id1", "f1_score", 0.8)]
+    assert found["lost"] == [("id0", "f1_score", 0.0), ("id1", "f1_score", 0.8)]
     assert found["won"] == [("id2", "f1_score", 0.6)] and found["changed"] == [
-        ("id3", "exact_match", 1.0)
+        ("id3", "f1_score", 1.0)
     ]
     assert "f1_score 0.8)" in comparison_page(compare_suite(tmp_path), "s").to_html()
 
