@@ -42,7 +42,7 @@ REFUSED = {
     "JetMoeForCausalLM": "cannot run layer by layer",  # experts of attention
     "LongcatFlashForCausalLM": "has no list of",  # two attentions in a layer
     "MllamaForCausalLM": "does not call its layers one after the other",
-    "RecurrentGemmaForCausalLM": "call attention 0 times",  # recurrent layers
+    "RecurrentGemmaForCausalLM": "keep states, or attend, in a way of their own",  # recurrent layers
     "XmodForCausalLM": "cannot run layer by layer",  # adapters that are chosen by language
     "ZayaForCausalLM": "states in a module that returns more|does not go on from the states",
 }

@@ -15,10 +15,10 @@ SSE = "+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+popcnt"
 PROCESSORS = {"avx2": f"{SSE},+avx,+avx2,+fma,+f16c", "sse": SSE, "generic": ""}
 TRIALS = """
 from flexgen_helm.kernels import attention, emit, layer_rows, vector_products
-from flexgen_helm.quant import block_products, kernels
+from flexgen_helm.quant import block_products, dequantization
 from flexgen_helm.quant.block_formats import BLOCK_FORMATS
 blocks = (block_products.loops(BLOCK_FORMATS[name]) for name in ("MXFP4", "Q4_K", "Q6_K"))
-modules = attention, layer_rows, vector_products, kernels
+modules = attention, layer_rows, vector_products, dequantization
 print(emit.LANES, emit.CONVERTS_HALVES, *(module.loops() is not None for module in modules))
 print(*(loops() is not None for loops in blocks))
 """
